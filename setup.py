@@ -49,7 +49,7 @@ def probe_openmp(compiler):
             try:
                 objects = compiler.compile([str(source)], output_dir=folder, extra_postargs=compile_flags)
                 compiler.link_executable(objects, "probe", output_dir=folder, extra_postargs=link_flags)
-                if subprocess.run([str(Path(folder, "probe"))], timeout=30).returncode == 0:
+                if subprocess.run([str(Path(folder, "probe"))], stdout=subprocess.DEVNULL, timeout=30).returncode == 0:
                     return compile_flags, link_flags
             except Exception:  # any failure means "not with these flags"; the next pair is tried
                 continue

@@ -96,8 +96,10 @@ typedef struct coli_kernels {
     void (*mul_sigmoid)(float *o, const float *gate, int64_t n);               /* o = o*sigmoid(gate) */
 
     /* Depthwise convolution and silu of channels [c0, c1): taps oldest to newest from +0.
-     * rows[j] is the raw row that meets tap j (j = taps-1 is the current token); w is (channels, taps). */
-    void (*conv_silu)(const float *const *rows, const float *w, int taps, int c0, int c1, float *y);
+     * rows[j] is the raw row that meets tap j (j = taps-1 is the current token); w is (taps, channels),
+     * transposed at load, w_stride floats a tap. y is indexed by channel like the rows. */
+    void (*conv_silu)(const float *const *rows, const float *w, int64_t w_stride, int taps, int c0, int c1,
+                      float *y);
     /* y = x * (1/sqrt(sum(x*x) + 1e-6)) * scale */
     void (*l2norm)(const float *x, int n, float scale, float *y);
     /* One token of one head.  s is (dk, dv) and is updated; decay = exp(g). o gets dv values. */

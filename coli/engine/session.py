@@ -1,0 +1,212 @@
+"""Engine and Session: a bound model that steps, and one conversation's state in it.
+
+An engine owns the engine thread, its team, the network and the runner; it knows token ids and logits and
+no text.  A session is a state that moves: ``prefill`` and ``step`` are the same call with other rows, so the
+logits of a token do not depend on how the tokens before it were cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Sequence as Ids
+
+import numpy as np
+
+from coli._core import kernels, step
+from coli.engine.bind import bind_network
+from coli.engine.rope import RopeTable
+from coli.engine.worker import Cancelled, EngineThread, Job
+from coli.errors import BackendError, ModelError, RequestError
+
+if TYPE_CHECKING:
+    from coli.container.reader import Container
+
+DEFAULT_CONTEXT = 8192
+PREFILL_CHUNK = 512  # rows of one pass over the weights; more would not read fewer bytes per row worth the buffers
+LOGITS_CHUNK = 32  # rows whose logits are made at once: 32 x 248,320 float32 are 32 MB
+
+
+def choose_isa(name: str | None) -> str:
+    """The kernel path to run: the named one, else the fastest that this CPU has."""
+    if name is None:
+        return kernels.best()
+    runnable = [isa for isa in kernels.available() if isa != "amx"]  # amx is avx512vnni's prefill, not a choice
+    if name not in runnable:
+        raise BackendError(f"COLI_ISA={name}: this CPU and build run {', '.join(runnable)}; set one of these or none")
+    return kernels.best() if kernels.best() == "amx" and name == "avx512vnni" else name
+
+
+class Session:
+    """The state of one sequence.  Made by ``Engine.session``; freed when nobody holds it.
+
+    ids : the token ids taken in so far, in order.
+    """
+
+    def __init__(self, engine: Engine, sequence: step.Sequence, ids: list[int]) -> None:
+        self._engine = engine
+        self._sequence = sequence
+        self.ids = ids
+
+    @property
+    def position(self) -> int:
+        """Tokens taken in so far."""
+        return self._sequence.position
+
+    def prefill(self, ids: Ids[int]) -> np.ndarray:
+        """Take in ids (at least one); return the logits behind the last, float32 (vocab_size,).
+
+        Raises RequestError for an id out of range or more positions than the context.
+        An interrupt leaves the session behind the last whole chunk.
+        """
+        return self._engine.feed(self, ids, every=False)[0]
+
+    def step(self, token_id: int) -> np.ndarray:
+        """Take in one id; return the logits behind it, float32 (vocab_size,)."""
+        return self._engine.feed(self, (token_id,), every=False)[0]
+
+    def copy(self) -> Session:
+        """An independent session in the same state."""
+        return self._engine.copy(self)
+
+    def close(self) -> None:
+        """Free the state now.  The session cannot be used afterwards."""
+        self._sequence = None
+        self.ids = []
+
+
+class Engine:
+    """A model bound to this machine.
+
+    container : an open Container; it must stay open as long as the engine.
+    threads, cpus : team size, and the CPU each worker is pinned to (None: unpinned).
+    context : positions a session may hold; at most the model's max_position_embeddings.
+    isa : kernel path, None for the best.
+    """
+
+    def __init__(
+        self,
+        container: Container,
+        *,
+        threads: int | None = None,
+        cpus: Ids[int] | None = None,
+        context: int | None = None,
+        isa: str | None = None,
+    ) -> None:
+        config = container.config
+        limit = config.max_position_embeddings
+        if context is not None and not 1 <= context <= limit:
+            raise RequestError(f"context is {context}, this model takes 1 to {limit} positions", "context")
+        self.container = container
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.context = context if context is not None else min(DEFAULT_CONTEXT, limit)
+        self._rope = RopeTable(config.rotary_dim, config.rope_theta, self.context)
+        self._net = bind_network(container, choose_isa(isa))
+        self._thread = EngineThread()
+        self._padded_vocab = -(-self.vocab_size // 16) * 16
+        try:
+            self._thread.call(self._start, threads or (len(cpus) if cpus else 1), cpus)
+        except BaseException:
+            self._thread.close()
+            raise
+
+    def _start(self, job: Job, threads: int, cpus: Ids[int] | None) -> None:
+        """On the engine thread: make the team there, since an OpenMP pool belongs to its caller."""
+        self.team = step.Team(threads, cpus)
+        if not self.team.fp_mode_ok():
+            raise BackendError(
+                "another library changed this process's floating point mode (rounding, or subnormals flushed to "
+                "zero); load coli before it, or without it"
+            )
+        self._runner = step.Runner(self._net, self.team)
+        self.thread_map = self.team.map()
+
+    # ---- sessions ----------------------------------------------------------------------------------
+
+    def session(self) -> Session:
+        """A session in the empty state."""
+        return Session(self, step.Sequence(self._net, self.context), [])
+
+    def copy(self, session: Session) -> Session:
+        """An independent copy of a session."""
+        return self._thread.call(lambda job: Session(self, session._sequence.copy(), list(session.ids)))
+
+    def logits(self, ids: Ids[int]) -> np.ndarray:
+        """Teacher-forced logits from an empty state: float32 (len(ids), vocab_size)."""
+        return self.feed(self.session(), ids, every=True)
+
+    def check_ids(self, ids: Ids[int], position: int = 0) -> np.ndarray:
+        """ids as int32, refused with the place, the value and what would be right."""
+        array = np.asarray(ids)
+        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+            raise RequestError(f"token ids must be a flat, non-empty list of integers, found {ids!r:.80}", "ids")
+        wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
+        if wrong.size:
+            at = int(wrong[0])
+            raise RequestError(f"token id {int(array[at])} at place {at} is outside 0..{self.vocab_size - 1}", "ids")
+        if position + array.size > self.context:
+            raise RequestError(
+                f"{position + array.size} tokens do not fit the context of {self.context}; "
+                f"shorten the prompt or raise --context (this model takes {self.config.max_position_embeddings})",
+                "context",
+                "context_length_exceeded",
+            )
+        return np.ascontiguousarray(array, dtype=np.int32)
+
+    def feed(self, session: Session, ids: Ids[int], *, every: bool) -> np.ndarray:
+        """Take ids into a session; logits behind the last (1, V), or behind every one (T, V)."""
+        checked = self.check_ids(ids, session.position)
+        return self._thread.call(self._feed, session, checked, every)
+
+    def _feed(self, job: Job, session: Session, ids: np.ndarray, every: bool) -> np.ndarray:
+        n = len(ids)
+        out = np.empty((n if every else 1, self.vocab_size), np.float32)
+        for at in range(0, n, PREFILL_CHUNK):
+            if job.cancelled:
+                raise Cancelled
+            chunk = ids[at : at + PREFILL_CHUNK]
+            last = at + len(chunk) == n
+            rows = range(len(chunk)) if every else (len(chunk) - 1,) if last else ()
+            self.forward([(session, chunk)], rows, out[at:] if every else out)
+        return out
+
+    def forward(self, parts: list[tuple[Session, np.ndarray]], rows: Ids[int], out: np.ndarray) -> None:
+        """One step, on the engine thread: ids of several sessions at once.
+
+        parts : (session, int32 ids), rows of a part being consecutive positions of its session.
+        rows : the rows (over all parts) whose logits are wanted.   out : float32 (>= len(rows), vocab_size).
+        Sessions move on only when the whole step succeeded.
+        """
+        runner = self._runner
+        ids = parts[0][1] if len(parts) == 1 else np.concatenate([p[1] for p in parts])
+        self._rope.reach(max(s.position + len(i) for s, i in parts))
+        runner.begin([(s._sequence, len(i)) for s, i in parts], ids, self._rope.cos, self._rope.sin)
+        runner.run(0, runner.n_ops)
+        for at in range(0, len(rows), LOGITS_CHUNK):
+            some = rows[at : at + LOGITS_CHUNK]
+            exact = out.shape[1] == self._padded_vocab and out.flags.c_contiguous
+            target = out[at : at + len(some)] if exact else np.empty((len(some), self._padded_vocab), np.float32)
+            if not runner.head(some, target):
+                place = max(s.position for s, _ in parts)
+                raise ModelError(f"the logits at position {place} are NaN or infinite: the weights are damaged")
+            if not exact:
+                out[at : at + len(some)] = target[:, : self.vocab_size]
+        runner.finish()
+        for session, part_ids in parts:
+            session.ids.extend(part_ids.tolist())
+
+    # ---- about it ------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What runs here: kernel path, threads and where they are, context, weight bytes read so far."""
+        return {
+            "isa": self._net.isa,
+            "threads": self.team.n_threads,
+            "openmp": step.has_openmp(),
+            "thread_map": self.thread_map,
+            "context": self.context,
+            "weight_bytes_read": self._runner.weight_bytes,
+        }
+
+    def close(self) -> None:
+        """End the engine thread.  Sessions of this engine cannot be used afterwards."""
+        self._thread.close()

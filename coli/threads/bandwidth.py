@@ -1,0 +1,69 @@
+"""How fast a team reads memory: the ceiling of decode, which is reading weights.
+
+Each worker is a thread pinned for the time of the measurement that xors its own part of a buffer much larger than the
+caches, with the streams and the prefetch of the GEMV (``_core.kernels.read_xor``).  The caller's mask stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import psutil
+
+from coli._core import kernels
+from coli.threads.topology import Topology
+
+_REPEATS = 5
+_SMALLEST_BYTES = 256 << 20
+
+
+def buffer_bytes(topology: Topology, available_bytes: int) -> int:
+    """Four times all last-level caches, at least 256 MiB, at most an eighth of the memory that is free."""
+    last = max((cache.level for cache in topology.caches), default=0)
+    caches_bytes = sum(cache.size_bytes for cache in topology.caches if cache.level == last)
+    return min(max(4 * caches_bytes, _SMALLEST_BYTES), max(available_bytes // 8, 1 << 20))
+
+
+def read_gb_s(topology: Topology, cpus: Sequence[int], n_threads: int | None = None) -> float:
+    """Measure the read bandwidth, GB/s, of one worker on each of ``cpus``, or of ``n_threads`` free ones.
+
+    The best of five passes: what disturbs a pass only makes it slower.
+    """
+    workers = list(cpus) or [-1] * (n_threads or 1)
+    part = buffer_bytes(topology, psutil.virtual_memory().available) // len(workers) // 256 * 256
+    gate = threading.Barrier(len(workers) + 1)
+    failed: list[BaseException] = []
+
+    def work(cpu: int) -> None:
+        try:
+            if cpu >= 0 and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, {cpu})
+            data = np.ones(part, np.uint8)  # made here, so that its pages lie on this worker's node
+            for _ in range(_REPEATS):
+                gate.wait()
+                kernels.read_xor(data)
+                gate.wait()
+        except BaseException as error:
+            failed.append(error)
+            gate.abort()
+
+    threads = [threading.Thread(target=work, args=(cpu,), daemon=True) for cpu in workers]
+    for thread in threads:
+        thread.start()
+    best_s = float("inf")
+    try:
+        for _ in range(_REPEATS):
+            gate.wait()
+            start = time.perf_counter()
+            gate.wait()
+            best_s = min(best_s, time.perf_counter() - start)
+    except threading.BrokenBarrierError:
+        raise failed[0] from None
+    finally:
+        for thread in threads:
+            thread.join()
+    return part * len(workers) / best_s / 1e9
