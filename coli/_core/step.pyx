@@ -583,11 +583,8 @@ cdef class Runner:
         with nogil:
             coli_run_ops(&self.r, first, last)
 
-    def head(self, rows, float[:, ::1] logits):
-        """Logits of the given rows into logits[:len(rows)], float32 (n, vocabulary padded to 16).
-
-        Returns False when a logit is NaN or infinite.
-        """
+    def head_begin(self, rows, float[:, ::1] logits):
+        """Say which rows' logits are wanted, and where: float32 (>= len(rows), vocabulary padded to 16)."""
         cdef int32_t i, n = <int32_t>len(rows)
         if n > self.r.b.max_rows or logits.shape[0] < n or logits.shape[1] != self.r.b.vocab_pad:
             raise ValueError(f"logits of {n} rows into ({logits.shape[0]}, {logits.shape[1]})")
@@ -596,8 +593,11 @@ cdef class Runner:
         self.r.batch.n_logits = n
         self.r.batch.logit_rows = self.logit_rows
         self.r.batch.logits = &logits[0, 0]
-        with nogil:
-            coli_run_ops(&self.r, self.net.n_layers * COLI_N_OPS, self.net.n_layers * COLI_N_OPS + COLI_N_HEAD_OPS)
+
+    def head(self, rows, float[:, ::1] logits):
+        """Logits of the given rows into logits[:len(rows)].  Returns False when one is NaN or infinite."""
+        self.head_begin(rows, logits)
+        self.run(self.n_ops, self.n_ops + COLI_N_HEAD_OPS)
         return not self.r.nonfinite
 
     def finish(self):
@@ -631,7 +631,8 @@ cdef class Runner:
 
     def buffer(self, str name):
         """A view of a step buffer for the batch's rows: x, xn, proj, o, y, router, top_idx, top_w, external, slot_of,
-        shared_gate, shared_y (rows first), and expert_y (slots first).  Valid until the next ``begin``."""
+        shared_gate, shared_y (rows first), expert_y (slots first), head_x and logits (wanted rows first).  Valid
+        until the next ``begin``."""
         cdef coli_buffers *b = &self.r.b
         cdef coli_geometry *g = &self.net.n.g
         cdef int n = self.r.batch.n_rows
@@ -639,6 +640,10 @@ cdef class Runner:
             return <float[:n, :b.hidden_pad]>b.x
         if name == "xn":
             return <float[:n, :b.hidden_pad]>b.xn
+        if name == "head_x":
+            return <float[:self.r.batch.n_logits, :b.hidden_pad]>b.xn
+        if name == "logits":
+            return <float[:self.r.batch.n_logits, :b.vocab_pad]>self.r.batch.logits
         if name == "proj":
             return <float[:n, :b.proj_pad]>b.proj
         if name == "o":

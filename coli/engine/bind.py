@@ -90,7 +90,7 @@ def bind_network(container: Container, isa: str) -> step.Network:
             _bind_matrix(net, "out", i, container.matrix(p + "linear_attn.out_proj"))
             _bind_matrix(net, "ba", i, container.matrix(p + "linear_attn.in_proj_ba"))
             vector("conv", i, container.float32(p + "linear_attn.conv1d").T)  # (taps, channels)
-            vector("exp_a_log", i, kernels.exp(container.float32(p + "linear_attn.A_log"), isa=isa))
+            vector("exp_a_log", i, kernels.exp(np.array(container.float32(p + "linear_attn.A_log")), isa=isa))
             vector("dt_bias", i, container.float32(p + "linear_attn.dt_bias"))
             vector("dn_norm", i, container.float32(p + "linear_attn.norm"))  # not zero-centred
         _bind_matrix(net, "router", i, container.matrix(p + "mlp.gate"))

@@ -13,6 +13,7 @@ import numpy as np
 
 from coli._core import kernels, step
 from coli.engine.bind import bind_network
+from coli.engine.program import Program
 from coli.engine.rope import RopeTable
 from coli.engine.worker import Cancelled, EngineThread, Job
 from coli.errors import BackendError, ModelError, RequestError
@@ -101,6 +102,7 @@ class Engine:
         self.context = context if context is not None else min(DEFAULT_CONTEXT, limit)
         self._rope = RopeTable(config.rotary_dim, config.rope_theta, self.context)
         self._net = bind_network(container, choose_isa(isa))
+        self.program = Program(config)
         self._thread = EngineThread()
         self._padded_vocab = -(-self.vocab_size // 16) * 16
         try:
@@ -180,12 +182,13 @@ class Engine:
         ids = parts[0][1] if len(parts) == 1 else np.concatenate([p[1] for p in parts])
         self._rope.reach(max(s.position + len(i) for s, i in parts))
         runner.begin([(s._sequence, len(i)) for s, i in parts], ids, self._rope.cos, self._rope.sin)
-        runner.run(0, runner.n_ops)
+        self.program.decoding = all(len(i) == 1 for _, i in parts)
+        self.program.run(runner)
         for at in range(0, len(rows), LOGITS_CHUNK):
             some = rows[at : at + LOGITS_CHUNK]
             exact = out.shape[1] == self._padded_vocab and out.flags.c_contiguous
             target = out[at : at + len(some)] if exact else np.empty((len(some), self._padded_vocab), np.float32)
-            if not runner.head(some, target):
+            if not self._head(some, target):
                 place = max(s.position for s, _ in parts)
                 raise ModelError(f"the logits at position {place} are NaN or infinite: the weights are damaged")
             if not exact:
@@ -193,6 +196,16 @@ class Engine:
         runner.finish()
         for session, part_ids in parts:
             session.ids.extend(part_ids.tolist())
+
+    def _head(self, rows: Ids[int], logits: np.ndarray) -> bool:
+        """Logits of some rows of the batch; False when one is NaN or infinite."""
+        runner, end = self._runner, self._runner.n_ops
+        if self.program.head is None:
+            return runner.head(rows, logits)
+        runner.head_begin(rows, logits)
+        runner.run(end, end + 1)  # the final norm; the product is the device's
+        self.program.head.run(runner)
+        return bool(np.isfinite(logits[: len(rows), : self.vocab_size]).all())
 
     # ---- about it ------------------------------------------------------------------------------------
 
