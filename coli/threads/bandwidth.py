@@ -18,11 +18,11 @@ from coli._core import kernels
 from coli.threads.topology import Topology
 
 _REPEATS = 5
-_SMALLEST_BYTES = 256 << 20
+_SMALLEST_BYTES = 512 << 20
 
 
 def buffer_bytes(topology: Topology, available_bytes: int) -> int:
-    """Four times all last-level caches, at least 256 MiB, at most an eighth of the memory that is free."""
+    """Four times all last-level caches, at least 512 MiB, at most an eighth of the memory that is free."""
     last = max((cache.level for cache in topology.caches), default=0)
     caches_bytes = sum(cache.size_bytes for cache in topology.caches if cache.level == last)
     return min(max(4 * caches_bytes, _SMALLEST_BYTES), max(available_bytes // 8, 1 << 20))
@@ -35,35 +35,34 @@ def read_gb_s(topology: Topology, cpus: Sequence[int], n_threads: int | None = N
     """
     workers = list(cpus) or [-1] * (n_threads or 1)
     part = buffer_bytes(topology, psutil.virtual_memory().available) // len(workers) // 256 * 256
-    gate = threading.Barrier(len(workers) + 1)
+    gate = threading.Barrier(len(workers))
+    times: list[list[tuple[float, float]]] = [[] for _ in workers]
     failed: list[BaseException] = []
 
-    def work(cpu: int) -> None:
+    def work(number: int, cpu: int) -> None:
         try:
             if cpu >= 0 and hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, {cpu})
             data = np.ones(part, np.uint8)  # made here, so that its pages lie on this worker's node
             for _ in range(_REPEATS):
                 gate.wait()
+                # Each worker takes its own times: one that waits to be told would start late and measure too little.
+                start = time.perf_counter()
                 kernels.read_xor(data)
-                gate.wait()
+                times[number].append((start, time.perf_counter()))
+        except threading.BrokenBarrierError:
+            pass  # another worker failed and has said why
         except BaseException as error:
             failed.append(error)
             gate.abort()
 
-    threads = [threading.Thread(target=work, args=(cpu,), daemon=True) for cpu in workers]
+    threads = [threading.Thread(target=work, args=item, daemon=True) for item in enumerate(workers)]
     for thread in threads:
         thread.start()
-    best_s = float("inf")
-    try:
-        for _ in range(_REPEATS):
-            gate.wait()
-            start = time.perf_counter()
-            gate.wait()
-            best_s = min(best_s, time.perf_counter() - start)
-    except threading.BrokenBarrierError:
-        raise failed[0] from None
-    finally:
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    passes = zip(*times, strict=True)
+    best_s = min(max(end for _, end in one) - min(start for start, _ in one) for one in passes)
     return part * len(workers) / best_s / 1e9

@@ -1,8 +1,8 @@
-"""Which CPU each worker of the engine's team gets: a pure choice, the claim that keeps processes apart, the line printed.
+"""Which CPU each worker of the engine's team gets: a pure choice, and the line that says so.
 
-The pinning itself happens inside the team's own OpenMP region (``_core``); this module hands it a list of CPUs.  It sets no
-``OMP_*`` variable and no mask.  Two things always hold: no CPU outside the allowed ones, and no second worker on a
-core while another allowed core is free.
+The pinning itself happens inside the team's own OpenMP region (``_core``); this module hands it a list of CPUs.  It
+sets no ``OMP_*`` variable and no mask.  Two things always hold: no CPU outside the allowed ones, and no second worker
+on a core while another allowed core is free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Binding:
     cpus : the logical CPU of each worker, in worker order; empty where coli does not pin.
     source : who decided: "default", "profile", "--threads", "COLI_THREADS", "OMP_PLACES" and the like.
     reason : the decision in words and numbers, for the ``[threads]`` line.
-    warnings : one line each, already complete.
+    warnings : one line each, "what is wrong; what to do".
     """
 
     threads: int
@@ -70,36 +70,42 @@ def choose_cpus(
     whole_quota = None if quota is None else max(1, int(quota))
     count, source = _asked(threads, env)
     if not openmp_built:
-        told = (f"{source}={count}: this build has no OpenMP and runs one thread",) if count and count > 1 else ()
+        told: tuple[str, ...] = ()
+        if count and count > 1:
+            told = (f"{source}={count} has no effect: without OpenMP there is one thread; build coli with OpenMP",)
         return Binding(1, (), "serial build", "this build has no OpenMP", told)
 
     order = _order(topology, allowed, busy)
-    fast = _fast_cores(topology, allowed)
     policy = openmp.bind_policy(env)
     places = () if policy == "false" else openmp.places_of(env, topology, allowed)
     if policy == "false" or places or policy in ("master", "primary"):
         return _obey(topology, allowed, whole_quota, count, source, env, policy, places)
 
     if count is None and tuned and _can_have(tuned, allowed, whole_quota, busy):
-        return Binding(len(tuned), tuple(tuned), "profile", f"measured best by coli tune, CPUs {format_cpu_list(tuned)}")
+        return Binding(
+            len(tuned), tuple(tuned), "profile", f"measured best by coli tune, CPUs {format_cpu_list(tuned)}"
+        )
 
     if count is None:
         source = "default"
-        free = [core for core in fast if not _is_busy(topology, core, busy)]
-        count = min(len(free or fast), whole_quota or len(fast))
-        reason = _default_reason(topology, allowed, fast, free, whole_quota)
+        team, reason = _default_team(topology, allowed, busy)
+        count = len(team)
+        if whole_quota is not None and whole_quota < count:
+            count, reason = whole_quota, f"{reason}, quota {whole_quota}"
     else:
-        reason = f"{source}={count}"
+        reason = "as asked"
     cpus = tuple(order[worker % len(order)] for worker in range(count))
-    warnings = _count_warnings(source, count, len(order), whole_quota) + _bind_warnings(policy, topology, allowed, count)
+    warnings = _count_warnings(source, count, len(order), whole_quota) + _bind_warnings(
+        policy, topology, allowed, count
+    )
     return Binding(count, cpus, source, reason, warnings)
 
 
 def describe(binding: Binding, actual_map: Sequence[tuple[int, int]] = ()) -> str:
     """The text of the ``[threads]`` line: size, who decided, and where the kernel has each worker.
 
-    ``actual_map`` is read back inside the team: for each worker the CPU it runs on (-1 where the system cannot tell) and
-    the number of CPUs in its mask.
+    ``actual_map`` is read back inside the team: for each worker the CPU it runs on (-1 where the system cannot tell)
+    and the number of CPUs in its mask.
     """
     size = f"{binding.threads} thread{'s' if binding.threads != 1 else ''} ({binding.source}: {binding.reason})"
     actual = [(cpu, n_cpus) for cpu, n_cpus in actual_map if cpu >= 0]
@@ -108,7 +114,11 @@ def describe(binding: Binding, actual_map: Sequence[tuple[int, int]] = ()) -> st
     where = format_cpu_list(cpu for cpu, _ in actual)
     widths = sorted({n_cpus for _, n_cpus in actual})
     if widths == [1]:
-        asked = f"; asked for {format_cpu_list(binding.cpus)}" if binding.cpus and binding.cpus != tuple(cpu for cpu, _ in actual) else ""
+        asked = (
+            f"; asked for {format_cpu_list(binding.cpus)}"
+            if binding.cpus and binding.cpus != tuple(cpu for cpu, _ in actual)
+            else ""
+        )
         return f"{size}, bound to CPUs {where}{asked}"
     width = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
     refused = "; binding refused" if binding.cpus else ""
@@ -135,12 +145,14 @@ def _is_busy(topology: Topology, core: int, busy: Collection[int]) -> bool:
 def _order(topology: Topology, allowed: Sequence[int], busy: Collection[int]) -> list[int]:
     """All allowed CPUs in the order in which workers take them.
 
-    First one CPU of each core that nobody uses, fast classes before slow, node by node; then cores that another process uses, on a sibling it does not hold; then the remaining siblings in the same order.
+    First one CPU of each core that nobody uses, fast classes before slow, node by node; then of the cores that another
+    engine uses, a sibling that it does not hold; then the remaining siblings in the same order.
     """
     known = topology.by_index()
     cores = topology.cores(allowed)
     ranked = sorted(
-        cores, key=lambda core: (_is_busy(topology, core, busy), known[cores[core][0]].rank, known[cores[core][0]].node, core)
+        cores,
+        key=lambda core: (_is_busy(topology, core, busy), known[cores[core][0]].rank, known[cores[core][0]].node, core),
     )
     lanes = [sorted(cores[core], key=lambda cpu: (cpu in busy, cpu)) for core in ranked]
     return [lane[depth] for depth in range(max(map(len, lanes))) for lane in lanes if depth < len(lane)]
@@ -157,32 +169,31 @@ def _can_have(tuned: Sequence[int], allowed: Sequence[int], quota: int | None, b
     return set(tuned) <= set(allowed) and not set(tuned) & set(busy) and len(tuned) <= (quota or len(tuned))
 
 
-def _default_reason(
-    topology: Topology, allowed: Sequence[int], fast: Sequence[int], free: Sequence[int], quota: int | None
-) -> str:
-    """Why the default is what it is, smallest limit last."""
-    known = topology.by_index()
-    rank = known[topology.cores(allowed)[fast[0]][0]].rank
-    n_slow = len(topology.cores(allowed)) - len(fast)
-    cores = "physical cores" if len(fast) != 1 else "physical core"
-    reason = f"{len(fast)} {cores} of {len(allowed)} allowed CPUs"
-    if n_slow:
-        reason = f"{len(fast)} fast {topology.classes[rank].label} of {len(allowed)} allowed CPUs, {n_slow} slower ones left out"
-    if free and len(free) < len(fast):
-        reason += f", {len(fast) - len(free)} used by another coli engine"
-    elif not free:
-        reason += ", all shared with another coli engine"
-    if quota is not None and quota < len(free or fast):
-        reason += f", quota {quota}"
-    return reason
+def _default_team(topology: Topology, allowed: Sequence[int], busy: Collection[int]) -> tuple[list[int], str]:
+    """The cores of the default, and why: of the fastest class that has a free one, else all, shared."""
+    cores, fast = topology.cores(allowed), _fast_cores(topology, allowed)
+    free = [core for core in cores if not _is_busy(topology, core, busy)]
+    team = _fast_cores(topology, [cores[core][0] for core in free]) if free else fast
+    if len(cores) > len(fast):
+        label = topology.classes[topology.by_index()[cores[team[0]][0]].rank].label
+        reason = f"{len(team)} {label} of {len(allowed)} allowed CPUs, {len(cores) - len(team)} other cores left out"
+    else:
+        reason = f"{len(team)} physical core{'s' if len(team) != 1 else ''} of {len(allowed)} allowed CPUs"
+    n_busy = len(cores) - len(free)
+    if n_busy:
+        reason += f", {n_busy} used by another coli engine" if free else ", all shared with another coli engine"
+    return team, reason
 
 
 def _count_warnings(source: str, count: int, n_cpus: int, quota: int | None) -> tuple[str, ...]:
     """At most one line about a count that the machine or the cgroup cannot serve."""
     if quota is not None and count > quota:
-        return (f"{source}={count} is above the quota of {quota} CPUs: the kernel stops the whole team for a part of every period",)
+        what = f"{source}={count} is above the quota of {quota} CPUs, so the kernel will stop the team again and again"
+        return (f"{what}; take {quota}, or raise the quota",)
     if count > n_cpus:
-        return (f"{source}={count} is above the {n_cpus} allowed CPUs: several workers share one",)
+        return (
+            f"{source}={count} is above the {n_cpus} allowed CPUs, so several workers share one; take at most {n_cpus}",
+        )
     return ()
 
 
@@ -191,7 +202,7 @@ def _bind_warnings(policy: str | None, topology: Topology, allowed: Sequence[int
 
     The variable asks for bound workers and says nothing of where; coli binds them, to the cores that it chose.
     """
-    if policy is None or not policy:
+    if policy is None:
         return ()
     places = openmp.assign(policy, openmp.thread_places(topology, allowed), count)
     used = _cores_used(topology, places)
@@ -200,7 +211,7 @@ def _bind_warnings(policy: str | None, topology: Topology, allowed: Sequence[int
         return ()
     return (
         f"OMP_PROC_BIND={policy} without OMP_PLACES would put {count} threads on {used} of {n_cores} cores "
-        f"(CPUs {_places_text(places)}); coli binds one a core, as OMP_PLACES=cores does: set that too",
+        f"(CPUs {_places_text(places)}), so coli binds one a core; set OMP_PLACES=cores too",
     )
 
 
@@ -233,13 +244,13 @@ def _obey(
         if used < min(wanted, n_cores):
             warnings += (
                 f"{said} puts {wanted} threads on {used} of {n_cores} cores (CPUs {_places_text(where)}); "
-                "OMP_PLACES=cores gives each a core",
+                "set OMP_PLACES=cores to give each a core",
             )
     return Binding(wanted, (), names[0], reason, warnings)
 
 
 def _cores_used(topology: Topology, places: Iterable[openmp.Place]) -> int:
-    """How many physical cores this many workers can keep busy in these places: each place once a worker, if it has room."""
+    """How many physical cores workers in these places keep busy, each taking one of its place that is still free."""
     known = topology.by_index()
     cores: set[int] = set()
     for place in places:

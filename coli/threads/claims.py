@@ -1,7 +1,7 @@
 """Who uses which core: advisory locks, so that two coli processes of one user take different cores where they can.
 
-One lock file per logical CPU, ``cpu-N.lock``, in the user's runtime folder.  A process holds the locks of its CPUs for as
-long as its engine lives; the kernel drops them when it dies, however it dies.  The locks belong to the open file
+One lock file per logical CPU, ``cpu-N.lock``, in the user's runtime folder.  A process holds the locks of its CPUs for
+as long as its engine lives; the kernel drops them when it dies, however it dies.  The locks belong to the open file
 (``flock``), so two engines in one process keep apart as well.  Where the folder cannot be used the choice goes on
 without: the locks are a courtesy, never a condition.
 """
@@ -12,12 +12,15 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from coli.log import logger
 from coli.threads.binding import Binding, choose_cpus
 from coli.threads.limits import Limits, local_machine
+from coli.threads.numa import choose_policy, memory_policy
 from coli.threads.topology import Topology
+from coli.threads.tuning import load_profile, machine_fingerprint
 
 try:
     import fcntl
@@ -32,9 +35,14 @@ _TURN_S = 1.0
 class Claim:
     """A binding and the locks on its CPUs.  A context manager; ``release`` may be called twice."""
 
-    def __init__(self, binding: Binding, files: Iterable[int] = ()) -> None:
+    def __init__(self, binding: Binding, topology: Topology, files: Iterable[int] = ()) -> None:
         self.binding = binding
+        self.topology = topology
         self._files = list(files)
+
+    def memory(self, weights_bytes: int) -> AbstractContextManager[bool]:
+        """Hold the memory policy that suits this team while the engine's thread is started, which then inherits it."""
+        return memory_policy(choose_policy(self.topology, self.binding.cpus, weights_bytes))
 
     def release(self) -> None:
         """Give the CPUs back."""
@@ -51,53 +59,64 @@ class Claim:
 def claim_threads(
     threads: int | str | None = None,
     *,
-    tuned: Iterable[int] | None = None,
+    geometry: str | None = None,
     openmp_built: bool = True,
     machine: tuple[Topology, Limits] | None = None,
     folder: Path | None = None,
 ) -> Claim:
     """Choose the team's CPUs on this machine and hold them; the warnings go to ``[threads]``.
 
-    Parameters as in ``binding.choose_cpus``; ``machine`` and ``folder`` are this machine and the runtime folder where
-    left out.
+    Parameters
+    ----------
+    threads, openmp_built : as in ``binding.choose_cpus``.
+    geometry : the model's key (``tuning.geometry_key``), for what ``coli tune`` found for it here; None: use nothing.
+    machine, folder : another machine and runtime folder than this one's.
     """
     topology, found = machine or local_machine()
-    cpus = None if tuned is None else tuple(tuned)
+    profile = load_profile(machine_fingerprint(topology, found), geometry) if geometry else None
 
     def choose(busy: frozenset[int]) -> Binding:
         return choose_cpus(
-            topology, found.allowed, found.quota_cpus, threads, busy=busy, tuned=cpus, openmp_built=openmp_built
+            topology,
+            found.allowed,
+            found.quota_cpus,
+            threads,
+            busy=busy,
+            tuned=profile.cpus if profile else None,
+            openmp_built=openmp_built,
         )
 
-    claim = hold(choose, found.allowed, folder)
-    for warning in claim.binding.warnings:
+    binding, files = hold(choose, found.allowed, folder)
+    for warning in binding.warnings:
         logger("threads").warning(warning)
-    return claim
+    return Claim(binding, topology, files)
 
 
-def hold(choose: Callable[[frozenset[int]], Binding], allowed: Iterable[int], folder: Path | None = None) -> Claim:
-    """Ask ``choose`` for a binding, given the CPUs that other processes hold, and lock what it chose.
+def hold(
+    choose: Callable[[frozenset[int]], Binding], allowed: Iterable[int], folder: Path | None = None
+) -> tuple[Binding, list[int]]:
+    """Ask ``choose`` for a binding, given the CPUs that other engines hold, and lock what it chose.
 
     Looking and locking happen in one turn, under a lock of their own, so two processes that start together do not both
-    take what both saw free.
+    take what both saw free.  Returns the binding and the open files that hold the locks.
     """
     try:
         folder = runtime_folder() if folder is None else folder
         turn = _open(folder / "choosing.lock")
     except OSError as error:
         logger("threads").debug("cores are chosen without regard to other coli processes: %s", error)
-        return Claim(choose(frozenset()))
+        return choose(frozenset()), []
+    files: list[int] = []
     try:
         _wait_for(turn)
         binding = choose(_held(folder, allowed))
-        files = []
         for cpu in dict.fromkeys(binding.cpus):
             file = _open(folder / f"cpu-{cpu}.lock")
             if _lock(file):
                 files.append(file)
             else:
                 os.close(file)  # shared with its holder: the binding says so
-        return Claim(binding, files)
+        return binding, files
     finally:
         os.close(turn)
 
@@ -133,7 +152,7 @@ def _held(folder: Path, allowed: Iterable[int]) -> frozenset[int]:
         if not path.exists():
             continue
         file = _open(path)
-        # A shared lock is refused exactly while a holder has its own, and two lookers do not mistake each other for one.
+        # A shared lock is refused while a holder has its own, and two lookers do not mistake each other for one.
         if not _lock(file, shared=True):
             held.add(cpu)
         os.close(file)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from coli.errors import ColiError
 from coli.threads.topology import (
     Topology,
     flat_topology,
@@ -105,21 +106,25 @@ def described_machine(path: str | Path, cpus: Iterable[int] | None = None) -> tu
     """
     path = Path(path)
     if path.is_file():
-        topology = parse_lscpu(path.read_text(encoding="utf-8"))
+        topology = parse_lscpu(path.read_text(encoding="utf-8"), path.name)
         found = Limits(topology.online, topology.online)
     elif (path / "sys").is_dir():
         topology = read_topology(path)
         found = limits(path, topology)
     else:
         visible = parse_cpu_list(small_file(path / "visible_cpus") or "")
-        topology = parse_lscpu("\n".join(f"{cpu},{cpu},0,0," for cpu in visible), str(path))
+        topology = parse_lscpu("\n".join(f"{cpu},{cpu},0,0," for cpu in visible), path.name)
         found = limits(path, topology, cgroup=path)
     if cpus is None:
         return topology, found
     allowed = tuple(sorted(frozenset(cpus) & frozenset(found.allowed)))
+    if not allowed:
+        raise ColiError(
+            f"--cpus: none of these is among the CPUs of {path}, which are {format_cpu_list(found.allowed)}"
+        )
     mask = f"affinity mask {format_cpu_list(allowed)}"
     reasons = found.reasons if allowed == found.allowed else (*found.reasons, mask)
-    return topology, Limits(found.visible, allowed or found.allowed, found.quota_cpus, reasons)
+    return topology, Limits(found.visible, allowed, found.quota_cpus, reasons)
 
 
 def _quota(folder: Path) -> tuple[float, str] | None:

@@ -1,8 +1,8 @@
 """Several memory nodes: where new pages should go, asking the kernel for it, and where a model's pages lie.
 
-The choice is a pure function.  Asking is ``set_mempolicy`` for the calling thread: pages of a mapped file that are read in
-while it holds go where it says, threads started afterwards inherit it.  Containers often refuse the call (EPERM): that
-is one warning and the run goes on.
+The choice is a pure function.  Asking is ``set_mempolicy`` for the calling thread: pages of a mapped file that are read
+in while it holds go where it says, threads started afterwards inherit it.  Containers often refuse the call (EPERM):
+that is one warning and the run goes on.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class MemoryPolicy:
 def choose_policy(topology: Topology, cpus: Iterable[int], weights_bytes: int) -> MemoryPolicy:
     """Choose the policy for a team on ``cpus`` (all online ones where empty) and so many bytes of weights.
 
-    A team on one node that can hold the weights is bound to it, since every byte is then near; any other is interleaved,
-    since every worker reads all experts sooner or later and only all nodes together give all their bandwidth.  Which of
-    the two is faster, ``coli tune`` measures with teams of both kinds; the policy follows the team that it kept.
+    A team on one node that can hold the weights is bound to it, since every byte is then near; any other is
+    interleaved, since every worker reads all experts sooner or later and only all nodes together give all their
+    bandwidth.  Which is faster, ``coli tune`` measures with teams of both kinds; the policy follows the team it kept.
     """
     with_memory = tuple(node.index for node in topology.nodes if node.memory_bytes or node.cpus)
     if len(with_memory) < 2:
@@ -73,14 +73,19 @@ def set_policy(policy: MemoryPolicy, syscall: Callable[..., int] | None = None) 
         mask[node // 64] |= 1 << (node % 64)
     # The kernel reads one bit fewer than it is told.
     arguments = (mask, bits + 1) if policy.nodes else (None, 0)
-    if syscall(ctypes.c_long(number or 0), ctypes.c_long(_MODES[policy.mode]), arguments[0], ctypes.c_ulong(arguments[1])) == 0:
+    if (
+        syscall(
+            ctypes.c_long(number or 0), ctypes.c_long(_MODES[policy.mode]), arguments[0], ctypes.c_ulong(arguments[1])
+        )
+        == 0
+    ):
         return True
     reason = os.strerror(ctypes.get_errno()) if ctypes.get_errno() else "refused"
     if not _refused:
         _refused = True
         logger("threads").warning(
-            f"memory policy {policy.mode} on nodes {format_cpu_list(policy.nodes)} refused ({reason}): going on with the "
-            "kernel's own; in a container, allow set_mempolicy (CAP_SYS_NICE), or start with numactl --interleave=all"
+            f"memory policy {policy.mode} on nodes {format_cpu_list(policy.nodes)} refused ({reason}), going on with "
+            "the kernel's own; in a container allow set_mempolicy (CAP_SYS_NICE), or start it with numactl --interleave"
         )
     return False
 
@@ -132,7 +137,7 @@ def where_files_lie(paths: Sequence[Path], samples: int = 512) -> dict[int, int]
             n_pages = -(-size_bytes // page)
             flags = (ctypes.c_ubyte * n_pages)()
             known = libc.mincore(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(size_bytes), flags) == 0
-            resident = np.flatnonzero(np.frombuffer(flags, np.uint8) & 1) if known else np.arange(0)
+            resident = np.flatnonzero(np.ctypeslib.as_array(flags) & 1) if known else np.arange(0)
             stride = max(1, len(resident) // max(1, samples // len(paths)))
             int(data[resident[::stride] * page].sum())
             try:

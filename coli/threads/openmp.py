@@ -1,4 +1,4 @@
-"""What libgomp makes of the user's ``OMP_PLACES``, ``OMP_PROC_BIND`` and ``GOMP_CPU_AFFINITY``: the map, before it runs.
+"""What libgomp makes of ``OMP_PLACES``, ``OMP_PROC_BIND`` and ``GOMP_CPU_AFFINITY``: the map, before it runs.
 
 A model of libgomp's rules (gcc, libgomp/config/linux/affinity.c and libgomp/team.c), used to choose a thread count that
 suits the user's places and to warn about a map that doubles workers up.  It changes nothing and sets no variable.
@@ -31,7 +31,9 @@ def places_of(env: Mapping[str, str], topology: Topology, allowed: Iterable[int]
             try:
                 places = read(text, topology, keep)
             except ValueError as error:
-                raise ColiError(f"{name}={text!r}: {error}; correct it or unset it, then coli places its own threads") from None
+                raise ColiError(
+                    f"{name}={text!r}: {error}; correct it or unset it, then coli places its own threads"
+                ) from None
             cut = [tuple(cpu for cpu in place if cpu in keep) for place in places]
             return tuple(place for place in cut if place)
     return ()
@@ -64,17 +66,17 @@ def assign(policy: str, places: Sequence[Place], threads: int) -> tuple[Place, .
 
 
 def bind_policy(env: Mapping[str, str]) -> str | None:
-    """The first item of OMP_PROC_BIND in lower case ("close", "spread", "true", "false", "master", "primary"), or None."""
+    """The first item of OMP_PROC_BIND in lower case: close, spread, true, false, master, primary, or None."""
     first = env.get("OMP_PROC_BIND", "").partition(",")[0].strip().lower()
     if first and first not in ("true", "false", "close", "spread", "master", "primary"):
         raise ColiError(
-            f"OMP_PROC_BIND={env['OMP_PROC_BIND']!r}: expected true, false, close, spread or primary; correct it or unset it"
+            f"OMP_PROC_BIND={env['OMP_PROC_BIND']!r}: expected true, false, close, spread or primary; change it"
         )
     return first or None
 
 
 def num_threads(env: Mapping[str, str]) -> int | None:
-    """The first item of OMP_NUM_THREADS, or None where it is unset; a malformed one is ignored as libgomp ignores it."""
+    """The first item of OMP_NUM_THREADS, or None where it is unset or, as libgomp takes it, malformed."""
     first = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdigit() and int(first) else None
 
@@ -99,7 +101,9 @@ def _omp_places(text: str, topology: Topology, keep: frozenset[int]) -> list[Pla
         shared = {cpu: cache.cpus for cache in topology.caches if cache.level == last for cpu in cache.cpus}
         places = _grouped((cpu for cpu in keep if cpu in shared), lambda cpu: shared[cpu])
     else:
-        raise ValueError(f"{name!r} is none of threads, cores, sockets, ll_caches, numa_domains, nor a list such as {{0}},{{1}}")
+        raise ValueError(
+            f"{name!r} is none of threads, cores, sockets, ll_caches, numa_domains, nor a list such as {{0}},{{1}}"
+        )
     return places[: int(count)] if count else places
 
 

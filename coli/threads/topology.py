@@ -18,8 +18,8 @@ from coli.errors import ColiError
 _SYS_CPU = "sys/devices/system/cpu"
 _SYS_NODE = "sys/devices/system/node"
 
-# A core below this share of its class's fastest begins a slower class.  Favoured cores of one kind (turbo bins, preferred
-# cores) differ by up to 6 % on current desktop parts, efficient cores run at 0.65-0.84 of the fast ones.
+# A core below this share of its class's fastest begins a slower class.  Favoured cores of one kind (turbo bins) differ
+# by up to 6 % on current desktop parts, efficient cores run at 0.65-0.84 of the fast ones.
 _SAME_CLASS = 0.9
 
 # Intel names its two (three) kinds of core as perf devices, which settles the matter where a frequency cannot.
@@ -28,7 +28,7 @@ _CORE_KINDS = (("cpu_core", "performance"), ("cpu_atom", "efficient"), ("cpu_low
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """One logical CPU.  ``core`` is the lowest logical CPU of its physical core; ``rank`` its core class, 0 the fastest."""
+    """One logical CPU.  ``core`` is the lowest logical CPU of its physical core; ``rank`` its class, 0 the fastest."""
 
     index: int
     core: int
@@ -153,7 +153,7 @@ def read_topology(root: str | Path = "/") -> Topology:
         mates = parse_cpu_list(siblings) if siblings else (index,)
         socket = max(0, _read_int(here / "topology/physical_package_id") or 0)
         khz = _read_int(here / "cpufreq/cpuinfo_max_freq")
-        # The lowest sibling names the core even outside the mask: processes with different masks must agree on the name.
+        # The lowest sibling names the core even outside the mask: processes with different masks must agree on it.
         rows.append(Cpu(index, min(mates), socket, node_of.get(index, 0), max_mhz=khz / 1000 if khz else None))
         speeds[index] = _read_int(here / "cpu_capacity")
     kinds = {}
@@ -187,8 +187,8 @@ def parse_lscpu(text: str, model_name: str = "unknown CPU") -> Topology:
     plain = [Cpu(cpu, first[socket, core], socket, node, max_mhz=mhz) for cpu, core, socket, node, mhz in sorted(rows)]
     cpus, classes = _classify(plain, {}, {})
     members: dict[int, list[int]] = {}
-    for cpu in cpus:
-        members.setdefault(cpu.node, []).append(cpu.index)
+    for one in cpus:
+        members.setdefault(one.node, []).append(one.index)
     nodes = tuple(Node(index, tuple(members[index])) for index in sorted(members))
     return Topology(cpus, classes, nodes, model_name=model_name)
 

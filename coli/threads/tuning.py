@@ -1,7 +1,7 @@
 """Which team is fastest on this machine for this model: what to try, how to judge it, and where the answer is kept.
 
-``choose`` is a pure function of a table of repeats and never keeps a winner inside the noise.  ``measure`` drives whatever it
-is given and knows no model; the profiles are JSON files, one per machine and geometry.
+``choose`` is a pure function of a table of repeats and never keeps a winner inside the noise.  ``measure`` drives
+whatever it is given; the profiles are JSON files, one per machine and geometry.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +26,15 @@ from coli.threads.topology import Topology, format_cpu_list
 
 PROFILE_VERSION = 1
 
-# Rounds of one measurement.  With the rule of `choose` and nine candidates that are all alike, fewer than 1 in 100 tables
-# names a false winner (tests/threads/test_tuning.py simulates it), and a true gain of 10 % is kept in 97.
+# Rounds of one measurement.  With the rule of `choose` and nine candidates that are all alike, fewer than 1 in 100
+# tables names a false winner, and a true gain of 10 % is kept in 97 (8,000 simulated tables with 2 % noise; the tests
+# repeat it smaller).
 ROUNDS = 9
 _SPREADS = 2.0
 _SMALLEST_GAIN = 0.02
+
+_WARM_UP_STEPS = 4
+_FEWEST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -126,12 +132,32 @@ def measure(
     return table
 
 
+def decode_tok_s(model: Any, seconds: float = 0.5) -> float:
+    """Decode speed of a loaded model: single steps for about ``seconds``, after a few that are not counted.
+
+    The ids are the same pseudo-random ones for every team, so that all read the same experts.
+    """
+    ids = random.Random(0)
+    vocab_size = model.config.vocab_size
+    session = model.session()
+    session.prefill([ids.randrange(vocab_size) for _ in range(_WARM_UP_STEPS)])
+    for _ in range(min(_WARM_UP_STEPS, model.context // 4)):
+        session.step(ids.randrange(vocab_size))
+    n_steps, start = 0, time.perf_counter()
+    end = start
+    while (end - start < seconds or n_steps < _FEWEST_STEPS) and session.position < model.context:
+        session.step(ids.randrange(vocab_size))
+        n_steps, end = n_steps + 1, time.perf_counter()
+    session.close()
+    return n_steps / (end - start)
+
+
 def choose(table: Mapping[str, Sequence[float]]) -> Choice:
     """Choose from tok/s by label and round; the first label is the default and stays unless it is clearly beaten.
 
-    The rule: divide each round by its median over all labels (what slows a whole round says nothing about a place). The best
-    other median must exceed the default's by more than the combined spread, the sum over both of twice their median
-    absolute deviation, and by more than 2 %.
+    The rule: divide each round by its median over all labels (what slows a whole round says nothing about a place).
+    The best other median must exceed the default's by more than the combined spread, the sum over both of twice their
+    median absolute deviation, and by more than 2 %.
 
     Raises ColiError for a table whose rows are empty or of different lengths.
     """
@@ -205,7 +231,9 @@ def save_profile(profile: Profile, folder: Path | None = None) -> Path:
             os.fsync(file.fileno())
         os.replace(file.name, path)
     except OSError as error:
-        raise ColiError(f"{path}: the profile cannot be written ({error.strerror}); set XDG_CACHE_HOME to a writable folder") from None
+        raise ColiError(
+            f"{path}: the profile cannot be written ({error.strerror}); set XDG_CACHE_HOME to a writable folder"
+        ) from None
     return path
 
 
@@ -234,5 +262,7 @@ def _read_profile(path: Path) -> Profile | None:
             raise ValueError(f"cpus {fields['cpus']!r} is no list of CPU numbers")
         return Profile(**{**fields, "cpus": cpus})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger("threads").warning(f"{path}: not a profile of coli tune ({error}); going on without it, run coli tune again")
+        logger("threads").warning(
+            f"{path}: not a profile of coli tune ({error}); going on without it, run coli tune again"
+        )
         return None

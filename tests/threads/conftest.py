@@ -19,10 +19,12 @@ def table() -> Callable[[str], Topology]:
 
 
 def two_nodes(cores_per_node: int = 4) -> Topology:
-    """Two sockets, a node each, two siblings a core, numbered as Linux numbers such servers: all first siblings first."""
+    """Two sockets, a node each, two siblings a core, numbered as Linux numbers servers: all first siblings first."""
     n = 2 * cores_per_node
     rows = [(cpu, cpu % n) for cpu in range(2 * n)]
-    return parse_lscpu("\n".join(f"{cpu},{core},{core // cores_per_node},{core // cores_per_node}," for cpu, core in rows))
+    return parse_lscpu(
+        "\n".join(f"{cpu},{core},{core // cores_per_node},{core // cores_per_node}," for cpu, core in rows)
+    )
 
 
 @pytest.fixture

@@ -81,7 +81,10 @@ def test_refused_policy_is_one_warning_and_goes_on(caplog):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="set_mempolicy is Linux's")
 def test_policy_is_granted_or_refused_and_always_given_back(caplog):
     """On the machine that runs the test the call either works or is one warning; the thread ends with the default."""
-    with caplog.at_level("WARNING", logger="coli.threads"), memory_policy(MemoryPolicy("interleave", (0,), "")) as granted:
+    with (
+        caplog.at_level("WARNING", logger="coli.threads"),
+        memory_policy(MemoryPolicy("interleave", (0,), "")) as granted,
+    ):
         assert granted == (not caplog.records)
     with memory_policy(MemoryPolicy("default", (), "")) as granted:
         assert not granted

@@ -62,9 +62,7 @@ def test_places_of_sockets_and_caches(machine):
         assert groups == places_of({"OMP_PLACES": name}, topology, range(8))
 
 
-@pytest.mark.parametrize(
-    ("name", "first"), [("smt_adjacent_4c", (0, 1, 2, 3)), ("smt_split_12c", (0, 12, 1, 13))]
-)
+@pytest.mark.parametrize(("name", "first"), [("smt_adjacent_4c", (0, 1, 2, 3)), ("smt_split_12c", (0, 12, 1, 13))])
 def test_places_without_omp_places_put_siblings_together(name, first, table):
     """However the CPUs are numbered, libgomp walks core by core."""
     topology = table(name)

@@ -116,7 +116,9 @@ def test_true_gain_of_ten_per_cent_is_kept():
     rng = random.Random(8)
     found = 0
     for _ in range(200):
-        table = {str(label): [1 + 0.02 * rng.gauss(0, 1) + 0.1 * (label == 5) for _ in range(ROUNDS)] for label in range(9)}
+        table = {
+            str(label): [1 + 0.02 * rng.gauss(0, 1) + 0.1 * (label == 5) for _ in range(ROUNDS)] for label in range(9)
+        }
         found += choose(table).label == "5"
     assert found > 180
 
@@ -149,7 +151,9 @@ def test_profile_of_another_machine_or_model_is_not_used(tmp_path):
     assert None is load_profile("abc", "l2-h9", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99}', '{"version": 1, "cpus": ["a"]}', '{"version": 1, "cpus": [0]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"version": 99}', '{"version": 1, "cpus": ["a"]}', '{"version": 1, "cpus": [0]}']
+)
 def test_damaged_profile_is_one_warning_and_none(text, tmp_path, caplog):
     """A file that is no profile is named once and left aside."""
     (tmp_path / "abc-l2-h8.json").write_text(text)
