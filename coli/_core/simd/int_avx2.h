@@ -311,7 +311,7 @@ AVX2_INLINE void tile_avx2(const uint8_t *w, const int n_blocks, const struct ge
 #define GEMM_TILE_BLOCKS 1
 #define GEMM_WIDE 1
 #define GEMM_TOKENS 48
-#define GEMM_MIN_TOKENS 3
+#define GEMM_MIN_TOKENS (int4 ? 4 : 6)
 #include "gemm.inc"
 
 #undef GEMV_DECLARE

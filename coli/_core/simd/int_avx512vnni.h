@@ -57,20 +57,28 @@ COLI_QUANTIZE_ENTRIES(avx512vnni, AVX512, quantize_group_avx512vnni)
     __m512i d##s = _mm512_setzero_si512(), h##s = d##s;
 
 /* dpbusd wants the weight unsigned: w ^ 0x80 is w + 128, so the sum starts at -128 * sum(x). */
+#ifndef TURN8
+#define TURN8 4
+#endif
+#ifndef TURN4
+#define TURN4 4
+#endif
 #define I8_STEP(s)                                                                                               \
-    d##s = _mm512_dpbusd_epi32(d##s, _mm512_xor_si512(load512(p##s), flip), x);                                  \
-    COLI_PREFETCH(p##s + AHEAD_BYTES);                                                                           \
-    p##s += LINE;
+    _Pragma("GCC unroll 16") for (int j = 0; j < TURN8; j++) {                                                      \
+        d##s = _mm512_dpbusd_epi32(d##s, _mm512_xor_si512(load512(p##s + j * LINE), flip), broadcast512(q + 4 * j));  \
+        COLI_PREFETCH(p##s + AHEAD_BYTES + j * LINE);                                                            \
+    }                                                                                                            \
+    p##s += TURN8 * LINE;
 
 /* High nibbles stay where they are: their sum is 16 times too large, and exactly so. */
 #define I4_STEP(s)                                                                                               \
-    {                                                                                                            \
-        const __m512i w = load512(p##s);                                                                         \
-        d##s = _mm512_dpbusd_epi32(d##s, _mm512_and_si512(w, low), x);                                           \
-        h##s = _mm512_dpbusd_epi32(h##s, _mm512_andnot_si512(low, w), x_high);                                   \
-        COLI_PREFETCH(p##s + AHEAD_BYTES);                                                                       \
-        p##s += LINE;                                                                                            \
-    }
+    _Pragma("GCC unroll 16") for (int j = 0; j < TURN4; j++) {                                                      \
+        const __m512i w = load512(p##s + j * LINE);                                                              \
+        d##s = _mm512_dpbusd_epi32(d##s, _mm512_and_si512(w, low), broadcast512(q + 8 * j));                     \
+        h##s = _mm512_dpbusd_epi32(h##s, _mm512_andnot_si512(low, w), broadcast512(q + 8 * j + 4));              \
+        COLI_PREFETCH(p##s + AHEAD_BYTES + j * LINE);                                                            \
+    }                                                                                                            \
+    p##s += TURN4 * LINE;
 
 #define GEMV_START(s)                                                                                            \
     d##s = offset;                                                                                               \
@@ -106,14 +114,12 @@ AVX512_INLINE void gemv_avx512vnni(const uint8_t *const *blocks, const int n_str
         const __m512i offset = _mm512_set1_epi32((int4 ? -8 : -128) * a->sum[at]);
         FOR_STREAMS(GEMV_START)
         if (int4) {
-            for (int i = 0; i < I4_LINES; i++, q += 8) {
-                const __m512i x = broadcast512(q), x_high = broadcast512(q + 4);
+            for (int i = 0; i < I4_LINES; i += TURN4, q += 8 * TURN4) {
                 FOR_STREAMS(I4_STEP)
             }
             FOR_STREAMS(I4_MERGE)
         } else {
-            for (int i = 0; i < I8_LINES; i++, q += 4) {
-                const __m512i x = broadcast512(q);
+            for (int i = 0; i < I8_LINES; i += TURN8, q += 4 * TURN8) {
                 FOR_STREAMS(I8_STEP)
             }
         }
@@ -217,7 +223,7 @@ AVX512_INLINE void tile_avx512vnni(const uint8_t *w, const int n_blocks, const s
 #define GEMM_ATTR AVX512
 #define GEMM_TILE_BLOCKS 4
 #define GEMM_WIDE 0
-#define GEMM_TOKENS 72
+#define GEMM_TOKENS 96
 #define GEMM_MIN_TOKENS 3
 #include "gemm.inc"
 

@@ -18,14 +18,18 @@
 #define I4_GROUP_BYTES (I4_LINES * LINE)
 
 /* How far ahead a GEMV prefetches in each of its streams: docs/numerics.md, section 6, measured on two machines. */
+#ifndef AHEAD_BYTES
 #define AHEAD_BYTES 1024
+#endif
 
 /* Magnitudes (bits without the sign) that a group of activations may have. */
 #define BITS_TINY 0x0D800000u   /* 2^-100: below it 127/absmax could overflow, and the group becomes zero */
 #define BITS_INF 0x7F800000u    /* from here on NaN or infinity */
 #define BITS_QUIET_NAN 0x7FC00000u
 
+#ifndef COLI_PREFETCH
 #define COLI_PREFETCH(p) __builtin_prefetch((p), 0, 3)
+#endif
 
 static inline int has_group_scales(int format)
 {

@@ -202,6 +202,13 @@ static block_fn best_block_fn(void) { return quantize_block_portable; }
 
 /* ---- all jobs ----------------------------------------------------------------------------------- */
 
+/* No more threads than there is work for: on a busy machine, waking one costs milliseconds. */
+static int enough_threads(int n_threads, int64_t n_units, int64_t units_a_thread)
+{
+    int64_t useful = n_units / units_a_thread;
+    return useful < 1 ? 1 : useful < n_threads ? (int)useful : n_threads;
+}
+
 static int blocks_of(const coli_quantize_job *job)
 {
     return (job->rows + COLI_BLOCK_ROWS - 1) / COLI_BLOCK_ROWS;
@@ -221,6 +228,7 @@ int coli_quantize_jobs(const coli_quantize_job *jobs, int n_jobs, int format, in
         padded = p > padded ? p : padded;
         first[i + 1] = first[i] + blocks_of(&jobs[i]);
     }
+    n_threads = enough_threads(n_threads, first[n_jobs], 16);
 #pragma omp parallel num_threads(n_threads)
     {
         scratch t = {malloc((size_t)padded * sizeof(float)), malloc((size_t)padded * COLI_BLOCK_ROWS)};
@@ -271,6 +279,7 @@ int64_t coli_first_nonfinite(const void *src, int source, int64_t n, int n_threa
 {
     int64_t chunks = (n + SCAN_CHUNK - 1) / SCAN_CHUNK, found = INT64_MAX;
     /* An all-ones exponent is what infinities and NaNs have and nothing else. */
+    n_threads = enough_threads(n_threads, chunks, 8);
     uint32_t exponent = source == COLI_F32 ? 0x7F800000u : source == COLI_BF16 ? 0x7F80u : 0x7C00u;
 #pragma omp parallel for schedule(static) reduction(min : found) num_threads(n_threads)
     for (int64_t c = 0; c < chunks; c++) {
@@ -297,6 +306,7 @@ void coli_widen_f8(const uint8_t *src, const float *table, const float *scale, i
                    int64_t block_rows, int64_t block_cols, float *dst, int n_threads)
 {
     int64_t scale_cols = (cols + block_cols - 1) / block_cols;
+    n_threads = enough_threads(n_threads, rows * cols, 1 << 20);
 #pragma omp parallel for schedule(static) num_threads(n_threads)
     for (int64_t r = 0; r < rows; r++) {
         const float *s = scale + (row0 + r) / block_rows * scale_cols;
@@ -313,6 +323,7 @@ int64_t coli_first_bad_block(const uint8_t *data, int format, int64_t n_blocks, 
     int64_t header = coli_header_bytes(format, n_groups), payload = coli_payload_bytes(format, n_groups);
     int64_t found = INT64_MAX;
     int is_group = has_group_scales(format), is_i8 = format == COLI_I8_ROW || format == COLI_I8_GROUP;
+    n_threads = enough_threads(n_threads, n_blocks * payload, 1 << 20);
 #pragma omp parallel for schedule(static) reduction(min : found) num_threads(n_threads)
     for (int64_t n = 0; n < n_blocks; n++) {
         const uint8_t *block = data + n * (header + payload);

@@ -64,6 +64,7 @@ coli_team *coli_team_new(int n_threads)
     coli_team *t = memory;
     t->n_threads = n_threads;
     t->spin_ns = 50000;
+    t->yields = 1;
     return t;
 }
 
@@ -122,6 +123,8 @@ void coli_barrier(coli_team *t, void (*then)(void *), void *arg)
                 until = now + t->spin_ns;
             else if (now > until)
                 break;
+            if (t->yields)
+                sched_yield();
         }
     }
     atomic_fetch_add_explicit(&t->sleepers, 1, memory_order_seq_cst);
@@ -136,6 +139,9 @@ int coli_team_pin(coli_team *t, const int *cpus)
 {
     atomic_int failed = 0;
 #if defined(__linux__)
+    t->yields = 0;
+    for (int i = 0; i < t->n_threads; i++)
+        t->yields |= cpus[i] < 0;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(t->n_threads)
 #endif

@@ -10,7 +10,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define COLI_MAX_THREADS 256
+#define COLI_MAX_THREADS 1024
 #define COLI_LINE 128 /* two cache lines: the adjacent-line prefetcher pairs them */
 
 typedef struct coli_share {
@@ -20,6 +20,7 @@ typedef struct coli_share {
 typedef struct coli_team {
     int n_threads;
     int spin_ns; /* how long a waiter spins before it sleeps */
+    int yields;  /* give the CPU away while spinning: workers that nobody pinned may share one */
     _Alignas(COLI_LINE) atomic_int arrived;
     _Alignas(COLI_LINE) atomic_int epoch; /* futex word: counts barriers */
     atomic_int sleepers;
