@@ -10,11 +10,12 @@ Importing the package loads nothing heavy: numpy, tokenizers, jinja2 and the ker
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from coli.errors import BackendError, ColiError, ModelError, PlacementError, RequestError
 
+TYPE_CHECKING = False  # type checkers read this name as true; importing typing for it would cost every `coli --help`
 if TYPE_CHECKING:
+    from typing import Any
+
     from coli.model import Model, load
 
 __version__ = "0.1.0"

@@ -11,6 +11,17 @@ import sys
 _LEVELS = {"quiet": logging.ERROR, "info": logging.INFO, "debug": logging.DEBUG}
 
 
+class _Stderr(logging.StreamHandler):
+    """Writes to whatever ``sys.stderr`` is when a line is said, not to what it was at start."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):  # type: ignore[override]
+        return sys.stderr
+
+
 class _TagFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         tag = record.name.rpartition(".")[2]
@@ -28,7 +39,7 @@ def configure(level: str = "info") -> None:
     root = logging.getLogger("coli")
     root.setLevel(_LEVELS[level])
     if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Stderr()
         handler.setFormatter(_TagFormatter())
         root.addHandler(handler)
         root.propagate = False

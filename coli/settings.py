@@ -29,7 +29,9 @@ def parse_bytes(text: str) -> int:
     match = _BYTES.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError("bytes, such as 6442450944 or 6GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+    return (
+        int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+    )
 
 
 def parse_devices(text: str) -> str | list[int | str]:
@@ -149,7 +151,9 @@ def resolve(name: str, given: Any = None, environ: Mapping[str, str] | None = No
     if given is not None:
         if not isinstance(given, (str, int, float)):
             return Value(given, setting.flag or setting.name)
-        return Value(_parse(setting.parse, str(given), setting.flag or setting.name, name), setting.flag or setting.name)
+        return Value(
+            _parse(setting.parse, str(given), setting.flag or setting.name, name), setting.flag or setting.name
+        )
     environ = os.environ if environ is None else environ
     for variable in setting.env:
         if environ.get(variable, "").strip():
@@ -170,7 +174,7 @@ def _parse(parse: Callable[[str], Any], text: str, source: str, name: str) -> An
 
 
 def complaints(environ: Mapping[str, str] | None = None) -> Iterator[str]:
-    """One line for each ``COLI_*`` variable that no setting reads, and for each older name that a newer one overrides."""
+    """One line for each ``COLI_*`` variable that no setting reads, and each older name beside a newer one."""
     environ = os.environ if environ is None else environ
     known = [variable for setting in SETTINGS for variable in setting.env]
     for variable in sorted(environ):
@@ -192,9 +196,9 @@ def reference_page() -> str:
         "",
         "Made by `python -m coli.settings` from the table in `coli/settings.py`; edit that one.",
         "",
-        "A flag (or the keyword of the same name of `coli.load`) beats the environment, which beats the default. Where a",
-        "setting has several variables, the first is its present name and wins. An empty variable counts as unset. An",
-        "unknown `COLI_*` variable is named in a warning.",
+        "A flag (or the keyword of the same name of `coli.load`) beats the environment, which beats the default. Where",
+        "a setting has several variables, the first is its present name and wins. An empty variable counts as unset.",
+        "An unknown `COLI_*` variable is named in a warning.",
         "",
         "| setting | flag | environment | default | value | why change it |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -109,3 +109,6 @@ cdef extern from "bench.h" nogil:
 
 # The table of an instruction set; None is the best one.  ValueError names what this machine can run.
 cdef const coli_kernels *table(isa) except NULL
+
+# The read of the ruler that goes with a table.
+cdef coli_read_xor_fn reader(const coli_kernels *k) noexcept

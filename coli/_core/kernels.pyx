@@ -23,6 +23,10 @@ cdef const coli_kernels *table(isa) except NULL:
     return found
 
 
+cdef coli_read_xor_fn reader(const coli_kernels *k) noexcept:
+    return coli_read_xor_for(k.name)
+
+
 def compiled():
     """Names of the instruction sets in this build, best first; some may be missing on this CPU."""
     cdef const char *const *names = coli_kernels_compiled()

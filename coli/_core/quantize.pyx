@@ -54,7 +54,8 @@ def quantize(list jobs, int source, int format, int n_threads):
     jobs : list of (src, dst, row_error).
         src : (rows, cols) C-contiguous, float32, or uint16 holding bf16 or float16 bits, as `source` says.
         dst : uint8, n_blocks * block_bytes of the format; written whole.
-        row_error : float32 (rows,) or None; gets sum|w - w'| / sum|w| of each row.
+        row_error : float32 (rows,) or None; gets sum|w - w'| / sum|w| of each row, the second sum without the
+            largest weight under each scale.
     format : 0..3.
 
     Returns None, or (job, row) of the first row that holds a NaN or an infinity: dst is then incomplete.

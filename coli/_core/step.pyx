@@ -11,7 +11,7 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from cpython.mem cimport PyMem_Malloc, PyMem_Free
 
-from coli._core.kernels cimport coli_kernels, coli_matrix, coli_acts, coli_gemm_scratch_bytes, table
+from coli._core.kernels cimport coli_kernels, coli_matrix, coli_acts, coli_gemm_scratch_bytes, coli_read_xor_fn, reader, table
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void **out, size_t alignment, size_t n)
@@ -126,9 +126,11 @@ cdef extern from "step.h" nogil:
         int32_t shared_external
         int nonfinite
         int64_t *weight_bytes
+        coli_read_xor_fn read
         uint32_t phase
     void coli_embed(coli_runner *r)
     void coli_run_ops(coli_runner *r, int first, int last)
+    void coli_read_buffers(coli_runner *r, const uint8_t *const *data, const int64_t *n_bytes, int n)
 
 
 KV_BLOCK = COLI_KV_BLOCK
@@ -459,6 +461,7 @@ cdef class Runner:
         self.team = team
         self.r.net = &net.n
         self.r.k = net.k
+        self.r.read = reader(net.k)
         self.r.team = team.t
         self.memory = Memory()
         self.score_memory = Memory()
@@ -667,3 +670,26 @@ cdef class Runner:
         if name == "expert_y":
             return <float[:n * g.top_k, :b.hidden_pad]>b.expert_y
         raise ValueError(f"no buffer {name}")
+
+    def read(self, buffers):
+        """Xor uint8 buffers with the team as a lone row's products would walk them: the ruler of ``coli bench``.
+
+        Returns the bytes read (each buffer's whole 64-byte lines).
+        """
+        cdef int n = <int>len(buffers), i
+        cdef const uint8_t[::1] one
+        cdef const uint8_t **data = <const uint8_t **>PyMem_Malloc(n * sizeof(void *) + 8)
+        cdef int64_t *sizes = <int64_t *>PyMem_Malloc(n * 8 + 8)
+        cdef int64_t total = 0
+        try:
+            for i in range(n):
+                one = buffers[i]
+                data[i] = &one[0]
+                sizes[i] = one.shape[0]
+                total += sizes[i] // 64 * 64
+            with nogil:
+                coli_read_buffers(&self.r, data, sizes, n)
+        finally:
+            PyMem_Free(data)
+            PyMem_Free(sizes)
+        return total

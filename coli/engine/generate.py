@@ -25,7 +25,8 @@ FinishReason = Literal["stop", "length"]
 class Writer(Protocol):
     """What makes text of an answer's ids: `coli.text.writer.TextWriter`."""
 
-    stopped: bool
+    @property
+    def stopped(self) -> bool: ...
 
     def feed(self, token_id: int) -> str: ...
 

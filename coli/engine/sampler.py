@@ -47,8 +47,9 @@ _NUCLEUS_START = 1024  # candidates sorted first for top_p over a whole vocabula
 class SamplingParams:
     """How the next id is chosen; see the module for the meaning and order of each.
 
-    seed : any 64-bit value, signed or unsigned; None draws one.   logprobs : None for no log-probabilities, else how many
-    alternatives come with each id (0 to 20).   Raises RequestError naming the parameter, its value and its range.
+    seed : any 64-bit value, signed or unsigned; None draws one.
+    logprobs : None for no log-probabilities, else how many alternatives come with each id (0 to 20).
+    Raises RequestError naming the parameter, its value and its range.
     """
 
     temperature: float = 0.0
@@ -71,7 +72,9 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias is {self.logit_bias!r:.80}; a mapping of ids was expected", param="logit_bias")
+            raise RequestError(
+                f"logit_bias is {self.logit_bias!r:.80}; a mapping of ids was expected", param="logit_bias"
+            )
         for token_id, bias in self.logit_bias.items():
             _check_integer("logit_bias (an id)", token_id, 0, None, "logit_bias")
             _check_number("logit_bias", bias, *_BIAS_RANGE)
@@ -103,7 +106,9 @@ class Sampler:
         self._drawn = 0
         outside = [token_id for token_id in params.logit_bias if token_id >= size]
         if outside:
-            raise RequestError(f"logit_bias names id {outside[0]}; this model's ids end at {size - 1}", param="logit_bias")
+            raise RequestError(
+                f"logit_bias names id {outside[0]}; this model's ids end at {size - 1}", param="logit_bias"
+            )
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
         self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
         self._penalises = params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -115,7 +120,7 @@ class Sampler:
             self._seen[ids[ids < size]] = True
 
     def sample(self, logits: np.ndarray) -> Sample:
-        """The next id from float32 logits (vocab_size,).  Raises ModelError naming the token where one is not finite."""
+        """The next id from float32 logits (vocab_size,).  Raises ModelError naming the token if one is not finite."""
         self._drawn += 1
         if not np.isfinite(logits).all():
             bad = int(np.flatnonzero(~np.isfinite(logits))[0])
@@ -155,7 +160,8 @@ class Sampler:
         ids = largest(logits, p.top_k) if 0 < p.top_k < len(logits) else None  # None: all of them
         probs = (logits if ids is None else logits[ids]).astype(np.float64)
         probs -= probs.max()
-        probs /= p.temperature
+        with np.errstate(over="ignore"):  # minus infinity is right for what is far below the best
+            probs /= p.temperature
         np.exp(probs, out=probs)  # of the most probable: exactly 1
         if p.top_p < 1:
             inside = _nucleus(probs, p.top_p)
@@ -206,18 +212,15 @@ def _nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _check_number(name: str, value: Any, smallest: float, largest_value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not smallest <= value <= largest_value:
-        raise RequestError(f"{name} is {value!r}; a number from {smallest:g} to {largest_value:g} was expected", param=name)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not smallest <= value <= largest_value:
+        raise RequestError(
+            f"{name} is {value!r}; a number from {smallest:g} to {largest_value:g} was expected", param=name
+        )
 
 
 def _check_integer(name: str, value: Any, smallest: int, largest_value: int | None, param: str | None = None) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Integral)
-        or value < smallest
-        or (largest_value is not None and value > largest_value)
-    ):
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or value < smallest or (largest_value is not None and value > largest_value):
         upper = "or more" if largest_value is None else f"to {largest_value}"
-        raise RequestError(
-            f"{name} is {value!r}; a whole number, {smallest} {upper}, was expected", param=param or name
-        )
+        raise RequestError(f"{name} is {value!r}; a whole number, {smallest} {upper}, was expected", param or name)

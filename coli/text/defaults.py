@@ -17,14 +17,14 @@ SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``, ``{}`` where there is no such file; ModelError naming the file when it is damaged."""
+    """The JSON object in ``path``, ``{}`` where there is no such file; ModelError naming a damaged one."""
     return read_json_object(path) if path.exists() else {}
 
 
 def stop_ids(folder: Path, token_id: Callable[[str], int | None] | None = None) -> frozenset[int]:
     """The ids that end an answer, from every file that names one.
 
-    token_id : the tokenizer's look-up, for the ``eos_token`` that tokenizer_config.json gives as text; None without one.
+    token_id : the tokenizer's look-up, for the ``eos_token`` that tokenizer_config.json gives as text.
     Raises ModelError naming the file and field when an id is not one.
     """
     found: set[int] = set()
@@ -51,7 +51,7 @@ def _ids(value: Any, path: Path) -> Iterator[int]:
 
 
 def sampling_defaults(folder: Path) -> dict[str, float | int]:
-    """The sampling parameters that generation_config.json gives, by our names; ``do_sample: false`` is temperature 0."""
+    """The sampling parameters that generation_config.json gives; ``do_sample: false`` is temperature 0."""
     path = folder / "generation_config.json"
     config = read_json_if_present(path)
     found: dict[str, float | int] = {}

@@ -1,9 +1,10 @@
 """A conversation as clients send it, checked and brought into the one form that chat templates read.
 
 What is normalised, and why: templates of this family raise on a system message that is not first, so every system and
-developer message is merged into one at the front, in order, a blank line between; content given as a list of text parts
-is joined; a tool call's arguments, a JSON string on the wire, become the mapping that templates iterate.  Everything else
-in a message is passed on untouched.  What cannot be rendered is a RequestError that names the message and field.
+developer message is merged into one at the front, in order, a blank line between; content given as a list of text
+parts is joined; a tool call's arguments, a JSON string on the wire, become the mapping that templates iterate.
+Everything else in a message is passed on untouched.  What cannot be rendered is a RequestError that names the message
+and field.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stop strings, wherever the borders between pieces fall.
 
-Owns only the withheld tail: text that may yet turn out to be the start of a stop string.  Invariant: what comes out does
-not depend on how the text was cut into pieces.  For that the stop string that is *complete first* wins, and among those
-the longest; the one that merely begins first may not be known yet.
+Owns only the withheld tail: text that may yet turn out to be the start of a stop string.  Invariant: what comes out
+does not depend on how the text was cut into pieces.  For that the stop string that is *complete first* wins, and
+among those the longest; the one that merely begins first may not be known yet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if not isinstance(stops, (list, tuple)) or not all(isinstance(item, str) for item in stops):
         raise RequestError(f"stop is {stop!r}; a string or a list of strings was expected", param="stop")
     if "" in stops:
-        raise RequestError("stop holds an empty string, which would end every answer at once; leave it out", param="stop")
+        raise RequestError(
+            "stop holds an empty string, which would end every answer at once; leave it out", param="stop"
+        )
     return tuple(stops)
 
 

@@ -32,7 +32,7 @@ from coli.text.tokenizer import Tokenizer
 FILE_NAME, CONFIG_NAME = "chat_template.jinja", "tokenizer_config.json"
 _PRIVATE_USE = range(0x100000, 0x10FFFE)  # plane 16, where no font and hardly any text lives
 _TYPED_BY_OTHERS = ("user", "tool")  # of their turns not even <think> or <tool_call> may become a token
-_RESERVED = ("messages", "tools", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -116,51 +116,61 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         enable_thinking: bool | None = None,
         preserve_thinking: bool | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt of a conversation.
 
         messages : as clients of the chat API send them; `normalise_messages` says what is done to them.
-        enable_thinking, preserve_thinking : handed to the template where not None, as are all further ``variables``;
-            what the template does not read has no effect.
+        enable_thinking, preserve_thinking : handed to the template where not None.
+        variables : a client's further template arguments; what the template does not read has no effect.
         Raises RequestError naming the message and field, or with the template's own words where it refuses.
         """
+        given = dict(variables or {})
         for name in _RESERVED:
-            if name in variables:
-                raise RequestError(f"{name} cannot be set as a template variable", param="chat_template_kwargs")
-        if enable_thinking is not None:
-            variables["enable_thinking"] = enable_thinking
-        if preserve_thinking is not None:
-            variables["preserve_thinking"] = preserve_thinking
+            if name in given:
+                raise RequestError(f"{name} cannot be set as a template argument", param="chat_template_kwargs")
+        for name, value in (("enable_thinking", enable_thinking), ("preserve_thinking", preserve_thinking)):
+            if value is not None:
+                given[name] = value
         turns, offered = normalise_messages(messages), check_tools(tools)
 
         def run(replace: Callable[[Any, str], Any]) -> str:
             return self._run(
-                messages=[replace(turn, turn["role"]) for turn in turns],
-                tools=replace(offered, "system"),
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._tokens, **replace(variables, "system")},
+                {
+                    **self._tokens,
+                    **replace(given, "system"),
+                    "messages": [replace(turn, turn["role"]) for turn in turns],
+                    "tools": replace(offered, "system"),
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
 
         text = run(lambda value, role: value)
         try:
-            typed = self._any_token is not None and _mentions(self._any_token, [turns, offered, variables])
-            ids = self._encode_guarded(text, run) if typed else self._tokenizer.encode(text, special=True)
+            if self._any_token is not None and _mentions(self._any_token, [turns, offered, given]):
+                ids = self._encode_guarded(text, run, self._any_token)
+            else:
+                ids = self._tokenizer.encode(text, special=True)
         except RecursionError:
             raise RequestError("a message or tool is nested too deeply", param="messages") from None
         return Prompt(text, ids, thinking_of_prompt(text))
 
-    def _encode_guarded(self, text: str, run: Callable[[Callable[[Any, str], Any]], str]) -> list[int]:
+    def _encode_guarded(
+        self, text: str, run: Callable[[Callable[[Any, str], Any]], str], any_token: re.Pattern[str]
+    ) -> list[int]:
         """Ids of the rendered ``text`` of which only what the template itself wrote becomes control tokens."""
         stand_ins = _StandIns(self._tokenizer.added, avoid=text)
+
+        def marked_in(roles: tuple[str, ...]) -> str:
+            def mark(value: Any, role: str) -> Any:
+                return _map_strings(value, any_token if role in roles else self._special_token, stand_ins)
+
+            return run(mark)
+
         # First every added token in the turns of others, then, for a template that reads those, control tokens only.
         for roles in (_TYPED_BY_OTHERS, ()):
-            marked = run(
-                lambda value, role, roles=roles: _map_strings(
-                    value, self._any_token if role in roles else self._special_token, stand_ins
-                )
-            )
+            marked = marked_in(roles)
             if stand_ins.restore(marked) == text:
                 break
         else:
@@ -171,15 +181,15 @@ class ChatTemplate:
             )
         ids: list[int] = []
         at = 0
-        for match in self._any_token.finditer(marked):
+        for match in any_token.finditer(marked):
             ids += self._tokenizer.encode(stand_ins.restore(marked[at : match.start()]))
             ids.append(self._tokenizer.added[match[0]])
             at = match.end()
         return ids + self._tokenizer.encode(stand_ins.restore(marked[at:]))
 
-    def _run(self, **variables: Any) -> str:
+    def _run(self, variables: dict[str, Any]) -> str:
         try:
-            return self._template.render(**variables)
+            return self._template.render(variables)
         except jinja2.TemplateError as error:  # raise_exception, an undefined name, a sandbox violation
             raise RequestError(f"the chat template refused the conversation: {error}", param="messages") from None
         except Exception as error:  # a template is a program of the checkpoint's: what it does with odd input is open

@@ -1,9 +1,9 @@
 """Where the thought ends and the answer begins.
 
-The tags ``<think>`` and ``</think>`` separate the two and belong to neither.  The opening tag often stands at the end of
-the prompt, so the output holds only the closing one; hence a splitter is told how the prompt ended.  Newlines beside a
-tag belong to the tag (templates write them), everything else is kept.  Invariant: the result does not depend on how the
-text was cut into pieces.
+The tags ``<think>`` and ``</think>`` separate the two and belong to neither.  The opening tag often stands at the end
+of the prompt, so the output holds only the closing one; hence a splitter is told how the prompt ended.  Newlines
+beside a tag belong to the tag (templates write them), everything else is kept.  Invariant: the result does not depend
+on how the text was cut into pieces.
 """
 
 from __future__ import annotations

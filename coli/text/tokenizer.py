@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+_SUBWORD_MARK = re.compile(r'"(?:continuing_subword_prefix|end_of_word_suffix)"\s*:\s*"[^"]')
 
 
 class Tokenizer:
@@ -68,9 +70,13 @@ class Tokenizer:
             raise ModelError(f"{path}: not UTF-8 at byte {error.start}; take the checkpoint's file again") from None
 
     def _build(self, spec: str) -> tokenizers.Tokenizer:
+        if _SUBWORD_MARK.search(spec):  # the library panics, loudly, on merges that do not fit such a mark
+            raise ModelError(f"{self._source}: marks parts of words; only byte-level BPE tokenizers are supported")
         try:
             built = tokenizers.Tokenizer.from_str(spec)
-        except Exception as error:  # the library raises plain Exception for anything wrong in the file
+        except BaseException as error:  # plain Exception for what is wrong in the file; a panic is not even that
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ModelError(f"{self._source}: not a usable tokenizer ({error})") from None
         built.no_truncation()  # some uploads carry a training-time truncation: it would cut prompts silently
         built.no_padding()

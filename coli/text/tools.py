@@ -1,9 +1,9 @@
 """What a tool call says: function, arguments, and their types by the tool's schema.
 
-The form is ``<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n...</function>``.  A value is raw text, kept to the
-character: a string unquoted, anything else JSON.  Models drift from the form; what is still unmistakable is repaired (a
-closing tag left out, JSON in place of the parameters or of the whole), anything else is None and stays the text it is.
-Pure functions of text and schema; nothing here raises on what a model wrote.
+The form is ``<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n...</function>``.  A value is raw text, kept
+to the character: a string unquoted, anything else JSON.  Models drift from the form; what is still unmistakable is
+repaired (a closing tag left out, JSON in place of the parameters or of the whole), anything else is None and stays
+the text it is.  Pure functions of text and schema; nothing here raises on what a model wrote.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_JSON = object()
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call: its place among the answer's calls, an id, the function's name, the arguments as a JSON object's text."""
+    """One call: its place in the answer, an id, the function's name, the arguments as a JSON object's text."""
 
     index: int
     id: str

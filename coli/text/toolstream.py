@@ -1,10 +1,10 @@
 """Finds the tool calls in a stream of text.
 
-A block opens with ``<tool_call>``, or, as models drift, with ``<function=NAME>`` of an offered tool at the start of a line,
-bare or inside a tag of the model's own invention.  Its text is withheld until its end is certain; then it is calls, or it
-is text: its opening tag is released and the search goes on right behind it.  `coli.text.tools` judges what a block says.
-Invariant: what comes out does not depend on how the text was cut into pieces, and no character of what is not a call is
-lost, except white space beside a call.
+A block opens with ``<tool_call>``, or, as models drift, with ``<function=NAME>`` of an offered tool at the start of a
+line, bare or inside a tag of the model's own invention.  Its text is withheld until its end is certain; then it is
+calls, or it is text: its opening tag is released and the search goes on right behind it.  `coli.text.tools` judges
+what a block says.  Invariant: what comes out does not depend on how the text was cut into pieces, and no character of
+what is not a call is lost, except white space beside a call.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _opening(text: str, at_line_start: bool, schemas: Mapping[str, Any]) -> _Blo
         return "unclear"
     if not at_line_start:
         return None
-    inner = 0
+    inner, close = 0, ""
     if not text.startswith(_FUNCTION[: len(text)]):  # some other tag: a wrapper, if a function follows it
         name = _TAG_NAME.match(text)
         if name is None or name.end() > _TAG_LIMIT:
@@ -98,7 +98,7 @@ def _opening(text: str, at_line_start: bool, schemas: Mapping[str, Any]) -> _Blo
             return "unclear"
         if text[name.end()] != ">":
             return None
-        inner = len(text) - len(text[name.end() + 1 :].lstrip())
+        inner, close = len(text) - len(text[name.end() + 1 :].lstrip()), f"</{name[1]}>"
         if inner - name.end() > _TAG_LIMIT:
             return None
     function = text[inner:]
@@ -106,10 +106,8 @@ def _opening(text: str, at_line_start: bool, schemas: Mapping[str, Any]) -> _Blo
     if tag is not None:
         if tag[1].strip().strip("\"'") not in schemas:
             return None
-        return _Block(inner, inner, f"</{name[1]}>") if inner else _Block(len(_FUNCTION), 0, bare=True)
-    if _FUNCTION.startswith(function):
-        return "unclear"
-    if function.startswith(_FUNCTION) and FUNCTION_TAG.match(function + ">"):
+        return _Block(inner, inner, close) if close else _Block(len(_FUNCTION), 0, bare=True)
+    if _FUNCTION.startswith(function) or (function.startswith(_FUNCTION) and FUNCTION_TAG.match(function + ">")):
         return "unclear"
     return None
 

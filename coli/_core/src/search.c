@@ -99,6 +99,19 @@ static double exact_error_i4(const span *p, float s)
     return sum;
 }
 
+/* Over one row: |w - w'|, |w|, and |w| without the largest under each scale. */
+typedef struct {
+    double error, total, others;
+} row_sums;
+
+/* The largest weight is left out, where there are others: an outlier that has rounded them all to zero would be nearly
+ * all of a row's magnitude, is itself kept well, and would hide what it did. */
+static float relative_error(const row_sums *sums)
+{
+    double magnitude = sums->others > 0.0 ? sums->others : sums->total;
+    return sums->error <= 0.0 ? 0.0f : sums->error < magnitude ? (float)(sums->error / magnitude) : 1.0f;
+}
+
 /* ---- one block ---------------------------------------------------------------------------------- */
 
 /* Widen a row into x, padded with zeros to whole groups. */

@@ -13,7 +13,8 @@
 
 /* One matrix to quantise.  src: row-major (rows, cols), no gaps, in source (COLI_F32, COLI_BF16 or COLI_F16).
  * dst: n_blocks * block_bytes of the target format.
- * row_error: rows numbers, sum|w - w'| / sum|w| of each row (0 for a row of zeros), or NULL. */
+ * row_error: rows numbers, sum|w - w'| / sum|w| of each row, where the second sum leaves out the largest weight under
+ * each scale (0 for a row of zeros, 1 at most); or NULL. */
 typedef struct coli_quantize_job {
     const void *src;
     int32_t source;

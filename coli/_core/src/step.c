@@ -880,3 +880,49 @@ void coli_run_ops(coli_runner *r, int first, int last)
             r->phase = c.phase;
     }
 }
+
+/* ---- the ruler --------------------------------------------------------------------------------------------- */
+
+#define READ_PIECE 32768 /* bytes a stream gives at a time: about an int8 block of 2,048 columns */
+
+void coli_read_buffers(coli_runner *r, const uint8_t *const *data, const int64_t *n_bytes, int n)
+{
+    uint32_t phase = r->phase;
+    static _Atomic uint64_t sink; /* so that no compiler drops the reads */
+#ifdef _OPENMP
+#pragma omp parallel num_threads(r->team->n_threads)
+#endif
+    {
+        int tid = omp_get_thread_num(), n_threads = r->team->n_threads;
+        uint32_t mine = phase;
+        uint64_t x = 0;
+        for (int i = 0; i < n; i++) {
+            int pieces = (int)((n_bytes[i] + READ_PIECE - 1) / READ_PIECE);
+            mine++;
+            for (int v = 0; v < n_threads; v++) {
+                int who = (tid + v) % n_threads, first = coli_share_begin(pieces, who, n_threads);
+                int share = coli_share_begin(pieces, who + 1, n_threads) - first, steps = (share + 3) / 4, j;
+                while ((j = coli_claim(r->team, who, mine, steps)) >= 0) {
+                    const uint8_t *streams[4];
+                    int k = 0, last = 0;
+                    for (int s = 0; s < 4 && s * steps + j < share; s++) {
+                        int64_t at = (int64_t)(first + s * steps + j) * READ_PIECE;
+                        if (at + READ_PIECE <= n_bytes[i])
+                            streams[k++] = data[i] + at;
+                        else
+                            last = (int)((n_bytes[i] - at) / 64 * 64);
+                    }
+                    if (k)
+                        x ^= r->read(streams, k, READ_PIECE);
+                    if (last) {
+                        const uint8_t *tail = data[i] + (int64_t)(pieces - 1) * READ_PIECE;
+                        x ^= r->read(&tail, 1, last);
+                    }
+                }
+            }
+        }
+        atomic_fetch_xor(&sink, x);
+        if (tid == 0)
+            r->phase = mine;
+    }
+}

@@ -7,6 +7,7 @@
 #ifndef COLI_STEP_H
 #define COLI_STEP_H
 
+#include "bench.h"
 #include "kernels.h"
 #include "team.h"
 
@@ -139,6 +140,7 @@ typedef struct coli_runner {
     int32_t shared_external;     /* the shared expert is computed elsewhere */
     atomic_int nonfinite;        /* a logit was NaN or infinite */
     int64_t *weight_bytes;       /* (threads, 16): weights read by kernels, by thread (128 bytes apart) */
+    coli_read_xor_fn read;       /* the ruler's kernel */
     uint32_t phase;              /* last phase number used on the team */
 } coli_runner;
 
@@ -146,5 +148,9 @@ typedef struct coli_runner {
 void coli_embed(coli_runner *r);
 /* Run the operations [first, last) with the team, one parallel region. */
 void coli_run_ops(coli_runner *r, int first, int last);
+
+/* The ruler: xor n buffers of the given sizes with the runner's team, cut and walked as a lone row's products walk
+ * their matrices (a share a thread, four streams, the same prefetch, the same stealing). */
+void coli_read_buffers(coli_runner *r, const uint8_t *const *data, const int64_t *n_bytes, int n);
 
 #endif

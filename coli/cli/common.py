@@ -1,0 +1,113 @@
+"""What several verbs share: the flags of loading and of sampling, reading a text, showing an answer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from coli import settings
+from coli.errors import RequestError
+
+if TYPE_CHECKING:
+    from coli.engine.generate import Generation
+    from coli.model import Model
+
+_LOADING = ("place", "devices", "vram", "heat", "threads", "context")  # names of settings and of load()'s keywords
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The MODEL argument."""
+    parser.add_argument("model", metavar="MODEL", help="a container folder, a Hugging Face folder, or demo")
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """The flags of the settings that loading a model reads; their help is the settings' own."""
+    group = parser.add_argument_group("loading")
+    for name in _LOADING:
+        setting = settings.BY_NAME[name]
+        assert setting.flag is not None
+        default = "" if setting.default is None else f" (default {setting.default}"
+        default = f"{default}; environment {setting.env[0]})" if default else f" (environment {setting.env[0]})"
+        group.add_argument(setting.flag, metavar=name.upper(), help=(setting.reason + default).replace("%", "%%"))
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+    """The flags of an answer's length and sampling."""
+    group = parser.add_argument_group("answer")
+    shown = "until the context is full" if max_tokens is None else max_tokens
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"at most N tokens ({shown})")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="only the K most probable tokens; 0 is all")
+    group.add_argument("--top-p", type=float, metavar="P", help="only the most probable tokens that make P together")
+    group.add_argument("--min-p", type=float, metavar="P", help="only tokens P times as probable as the best one")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="divides what the text already holds")
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="subtracted once from what the answer holds")
+    group.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="subtracted for each time the answer holds it"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="any 64-bit number; the same seed gives the same text")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated")
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    """The model that the arguments of `add_model` and `add_loading` name."""
+    from coli.model import load
+
+    return load(args.model, **{name: getattr(args, name) for name in _LOADING})
+
+
+def sampling_of(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Keywords of `Model.generate` from the flags of `add_sampling`; ``defaults`` for flags that were not given."""
+    given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    return {**(defaults or {}), **given, "max_tokens": args.max_tokens, "seed": args.seed, "stop": args.stop}
+
+
+def read_text(path: str) -> str:
+    """The text of a file, or of standard input for ``-``, to the character; RequestError where it is not UTF-8."""
+    source = "standard input" if path == "-" else path
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{source}: not UTF-8 at byte {error.start}; convert it to UTF-8") from None
+    except OSError as error:
+        raise RequestError(f"{source}: cannot be read ({error.strerror})") from None
+
+
+def speed_line(generation: Generation) -> str:
+    """The speeds of one answer in words; a phase that took no time has no speed."""
+    computed = generation.prompt_tokens - generation.reused_tokens if generation.prefill_s else 0
+    steps = len(generation.ids) - 1 if generation.decode_s else 0
+    parts = []
+    for name, tokens, seconds in (("prompt", computed, generation.prefill_s), ("decode", steps, generation.decode_s)):
+        speed = f"{tokens / seconds:.1f} tok/s" if tokens and seconds else "no speed"
+        parts.append(f"{name} {tokens} tokens in {seconds:.2f} s, {speed}")
+    if generation.reused_tokens:
+        parts.append(f"{generation.reused_tokens} prompt tokens reused")
+    return "; ".join(parts)
+
+
+class ThoughtWriter:
+    """Shows a model's reasoning on standard error, dimmed, where that is a terminal; nowhere else."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._is_terminal = self._stream.isatty()
+        self._open = False
+
+    def write(self, text: str) -> None:
+        if self._is_terminal:
+            self._stream.write(text if self._open else _DIM + text)
+            self._stream.flush()
+            self._open = True
+
+    def end(self) -> None:
+        """Back to plain text, on a line of its own."""
+        if self._open:
+            self._stream.write(_PLAIN + "\n\n")
+            self._stream.flush()
+            self._open = False

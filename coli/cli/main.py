@@ -1,0 +1,140 @@
+"""The command line's front door: finds the verb, loads its module and no other, turns errors into lines and statuses.
+
+A verb is a module of `coli.cli` with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``.  Exit status:
+0 done, 2 wrong usage or bad input (one clear line), 130 interrupted, 1 anything else.  Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+import coli
+from coli.errors import ColiError
+
+TYPE_CHECKING = False  # as in coli/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+VERBS = {
+    "run": "continue a prompt",
+    "chat": "talk with a model",
+    "serve": "answer the OpenAI API over HTTP",
+    "convert": "make a container of a Hugging Face checkpoint",
+    "inspect": "say what a container holds",
+    "plan": "say what would lie on which device, and why",
+    "bench": "measure speed",
+    "eval": "measure the perplexity of a text",
+    "synth": "make a model of random weights",
+    "tune": "find the best threads for this machine",
+    "doctor": "say what this machine offers and what limits it",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"coli: error: {message} ({self.prog} --help shows the usage)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(argv)
+    except ColiError as error:
+        print(f"coli: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        _drop_stdout()
+        return 1
+    except Exception as error:
+        _trace_if_debugging()
+        print(f"coli: {type(error).__name__}: {error} (COLI_LOG=debug shows where)", file=sys.stderr)
+        return 1
+
+
+def _main(argv: list[str]) -> int:
+    verb = argv[0] if argv else None
+    if verb is None or verb.startswith("-") or not _exists(verb):
+        parser = _top_parser()
+        if verb is None:
+            parser.print_help(sys.stderr)
+            return 2
+        parser.parse_args(argv)  # --help and --version leave here, anything else is an error
+        return 0
+    module = importlib.import_module(f"coli.cli.{verb}")
+    parser = Parser(prog=f"coli {verb}", description=module.HELP, allow_abbrev=False)
+    module.add_arguments(parser)
+    args = _parse(parser, argv[1:])
+    _set_up_streams()
+    status = module.run(args)
+    sys.stdout.flush()  # a broken pipe shows here, not in the interpreter's last breath
+    return status
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Arguments with flags before, between and behind the positional ones: ``run demo --max-tokens 8 "Once"``."""
+    try:
+        return parser.parse_intermixed_args(argv)
+    except TypeError:  # a verb with verbs of its own, whose positionals cannot be mixed with flags
+        return parser.parse_args(argv)
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    known = [verb for verb in VERBS if _exists(verb)]
+    lines = "\n".join(f"  {verb:<9} {VERBS[verb]}" for verb in known)
+    parser = Parser(
+        prog="coli",
+        usage="coli VERB ...",
+        description=coli.__doc__.partition("\n")[0] if coli.__doc__ else None,
+        epilog=f"verbs:\n{lines}\n\ncoli VERB --help shows a verb's arguments.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"coli {coli.__version__}")
+    parser.add_argument("verb", choices=known, help=argparse.SUPPRESS)
+    return parser
+
+
+def _exists(verb: str) -> bool:
+    return verb in VERBS and os.path.exists(os.path.join(os.path.dirname(__file__), f"{verb}.py"))
+
+
+def _set_up_streams() -> None:
+    """Tagged lines to standard error, UTF-8 to standard output; warnings about the environment, once."""
+    from coli import log, settings
+
+    log.configure(settings.get("log"))
+    for line in settings.complaints():
+        log.logger("settings").warning(line)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:  # a model's text is UTF-8 whatever the locale says
+        reconfigure(encoding="utf-8", errors="replace")
+
+
+def _trace_if_debugging() -> None:
+    from coli import settings
+
+    try:
+        debugging = settings.get("log") == "debug"
+    except ColiError:  # a bad COLI_LOG has been complained of already
+        return
+    if debugging:
+        import traceback
+
+        traceback.print_exc()
+
+
+def _drop_stdout() -> None:
+    """Point standard output at nothing, so that the interpreter's own flush at exit stays quiet."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # standard output is no file, or is closed
+        pass

@@ -1,0 +1,79 @@
+"""``coli inspect``: tables that add up, for containers and for checkpoints; --verify finds damage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import checkpoints
+import pytest
+
+from coli.cli.main import main
+from coli.container.header import read_header
+
+
+def inspect(capsys, *args: object) -> dict:
+    assert main(["inspect", *map(str, args), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(autouse=True)
+def fresh_log(monkeypatch):
+    """The tagged lines go to this test's standard error, not to the one that the first test of the process had."""
+    monkeypatch.setattr(logging.getLogger("coli"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("coli"), "propagate", True)
+
+
+@pytest.mark.parametrize("bits", [(8, 4), (16, 16)])
+def test_inspect_sums_are_the_files_bytes(make_container, capsys, bits):
+    """Bytes by component, headers included, are what lies on disk; the token's bytes are the sum of their column."""
+    folder = make_container("tiny-random", trunk_bits=bits[0], expert_bits=bits[1])
+    found = inspect(capsys, folder)
+    on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert sum(found["bytes_by_component"].values()) == found["file_bytes"] == on_disk
+    assert sum(found["bytes_read_per_token"].values()) == found["bytes_read_per_token_total"]
+    assert found["geometry"]["num_experts"] == 8 and found["skipped"]["mtp"]["tensors"] == 9
+    assert found["expert"]["count"] == 64
+
+
+def test_inspect_table_holds_the_same_numbers(make_container, capsys):
+    """What a person reads: every component with both columns, and the sums."""
+    folder = make_container("tiny-random")
+    found = inspect(capsys, folder)
+    assert main(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    for name, n_bytes in found["bytes_by_component"].items():
+        assert [int(n.replace(",", "")) for n in rows[name]] == [n_bytes, found["bytes_read_per_token"].get(name, 0)]
+    assert rows["sum"] == [f"{found['file_bytes']:,}", f"{found['bytes_read_per_token_total']:,}"]
+    assert "left out: 9 mtp tensors" in out and "trunk i8_row, experts i4_group" in out
+
+
+def test_inspect_shows_a_checkpoint_without_converting_it(tmp_path, capsys, monkeypatch):
+    """Geometry, types and what would be left out; no cache is touched."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    src = checkpoints.write(tmp_path / "hf", "with_mtp_visual")
+    found = inspect(capsys, src)
+    assert found["kind"] == "checkpoint" and found["geometry"]["hidden_size"] == 64
+    assert set(found["tensors"]) == {"bf16", "f32"} and found["skipped"]["visual"]["tensors"] == 1
+    assert main(["inspect", str(src)]) == 0 and "left out: 3 mtp tensors" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+    assert main(["inspect", str(src), "--verify"]) == 2 and "convert it first" in capsys.readouterr().err
+
+
+def test_inspect_verify_names_the_damaged_tensor(make_container, tmp_path, capsys):
+    """Sound: the bytes that were checked. One bit changed: one line with file and tensor, status 2."""
+    folder = shutil.copytree(make_container("tiny-random"), tmp_path / "container")
+    assert inspect(capsys, folder, "--verify")["verified_bytes"] > 0
+    path = folder / "model-00004.safetensors"
+    place = read_header(path).tensors["layers.3.self_attn.o_proj"]
+    data = bytearray(path.read_bytes())
+    data[place.offset + 300] ^= 1
+    path.write_bytes(data)
+    assert main(["inspect", str(folder)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--verify"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "model-00004.safetensors: tensor layers.3.self_attn.o_proj is damaged" in err

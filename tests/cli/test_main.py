@@ -1,0 +1,182 @@
+"""The front door: verbs, errors as lines, statuses, and what it costs to ask for help."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import coli
+from coli.cli import main as cli
+from coli.errors import PlacementError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """Register a verb whose run() is the given function."""
+
+    def register(run, add_arguments=lambda parser: None):
+        module = ModuleType("coli.cli.bench")
+        module.HELP, module.run, module.add_arguments = "help of the verb", run, add_arguments
+        monkeypatch.setitem(sys.modules, "coli.cli.bench", module)
+        monkeypatch.setattr(cli, "_exists", lambda name: name == "bench")
+
+    return register
+
+
+def raising(error):
+    def run(args):
+        raise error
+
+    return run
+
+
+def test_verb_runs_with_its_arguments_and_its_status(verb):
+    """A verb adds its own arguments and its return value is the exit status."""
+    verb(lambda args: args.n, lambda parser: parser.add_argument("--n", type=int))
+    assert cli.main(["bench", "--n", "0"]) == 0
+    assert cli.main(["bench", "--n", "1"]) == 1
+
+
+def test_flags_may_stand_between_positional_arguments(verb):
+    """`coli run demo --max-tokens 8 "Once"` is how people write it."""
+    seen = {}
+
+    def add_arguments(parser):
+        parser.add_argument("model")
+        parser.add_argument("prompt", nargs="?")
+        parser.add_argument("--n", type=int)
+
+    verb(lambda args: seen.update(vars(args)) or 0, add_arguments)
+    assert cli.main(["bench", "demo", "--n", "8", "Once"]) == 0
+    assert seen == {"model": "demo", "prompt": "Once", "n": 8}
+
+
+def test_coli_error_is_one_line_and_status_2(verb, capsys):
+    """What is wrong is one line on standard error; standard output stays empty."""
+    verb(raising(PlacementError("lmhead does not fit")))
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr() == ("", "coli: error: lmhead does not fit\n")
+
+
+def test_wrong_usage_is_one_line_and_status_2(verb, capsys):
+    """argparse's complaints are one line too and say where the usage is shown."""
+    verb(lambda args: 0)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "--no-such-flag"])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "coli: error: unrecognized arguments: --no-such-flag (coli bench --help shows the usage)\n"
+
+
+def test_unknown_verb_names_the_known_ones(capsys):
+    """A verb that does not exist is refused with those that do."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["brun"])
+    assert caught.value.code == 2
+    assert "'run'" in capsys.readouterr().err
+
+
+def test_no_verb_shows_the_help_and_is_wrong_usage(capsys):
+    """`coli` alone explains itself, on standard error."""
+    assert cli.main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "coli VERB" in err
+
+
+def test_interrupt_is_status_130(verb):
+    """Ctrl-C ends quietly, with the status that shells expect."""
+    verb(raising(KeyboardInterrupt()))
+    assert cli.main(["bench"]) == 130
+
+
+def test_internal_error_is_one_line_unless_debugging(verb, capsys, monkeypatch):
+    """A bug of ours is status 1, one line with its type; the traceback comes with COLI_LOG=debug."""
+    verb(raising(ZeroDivisionError("oops")))
+    monkeypatch.delenv("COLI_LOG", raising=False)
+    assert cli.main(["bench"]) == 1
+    err = capsys.readouterr().err
+    assert err == "coli: ZeroDivisionError: oops (COLI_LOG=debug shows where)\n"
+    monkeypatch.setenv("COLI_LOG", "debug")
+    assert cli.main(["bench"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_bad_setting_and_unknown_variable_are_said(verb, capsys, monkeypatch):
+    """A bad COLI_LOG is bad input; an unknown COLI_ variable is a warning and no more."""
+    verb(lambda args: 0)
+    monkeypatch.setenv("COLI_LOG", "loud")
+    assert cli.main(["bench"]) == 2
+    assert "COLI_LOG='loud'" in capsys.readouterr().err
+    monkeypatch.delenv("COLI_LOG")
+    monkeypatch.setenv("COLI_PLCE", "off")
+    code = "import sys, coli.cli.main as m; sys.exit(m.main(['eval', 'x', '--text', '/nonexistent/text']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "[settings] warning: COLI_PLCE" in done.stderr and "COLI_PLACE" in done.stderr
+
+
+def test_broken_pipe_is_quiet():
+    """`coli ... | head` prints no traceback, neither from us nor from the interpreter's last flush."""
+    code = (
+        "import sys, types, coli.cli.main as m\n"
+        "v = types.ModuleType('coli.cli.bench'); v.HELP = ''; v.add_arguments = lambda p: None\n"
+        "v.run = lambda a: [print('x' * 99) for _ in range(9999)] and 0\n"
+        "sys.modules['coli.cli.bench'] = v; m._exists = lambda name: True\n"
+        "sys.exit(m.main(['bench']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
+
+
+def test_version_is_the_packages(capsys):
+    """One version: of the package and of pyproject.toml."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"coli {coli.__version__}\n"
+    assert f'version = "{coli.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_verb_that_exists_keeps_the_contract():
+    """HELP, add_arguments and run, and a --help that can be printed; listed in the top help, and nothing else is."""
+    import argparse
+    import importlib
+
+    present = [name for name in cli.VERBS if (ROOT / "coli" / "cli" / f"{name}.py").exists()]
+    assert {"run", "chat", "eval"} <= set(present)
+    for name in present:
+        module = importlib.import_module(f"coli.cli.{name}")
+        parser = argparse.ArgumentParser(prog=name, description=module.HELP)
+        module.add_arguments(parser)
+        assert parser.format_help()
+        assert callable(module.run)
+    shown = cli._top_parser().format_help()
+    assert [name for name in cli.VERBS if f"\n  {name:<9} " in shown] == present
+
+
+def test_help_costs_at_most_60_ms_over_an_empty_program():
+    """`coli --help` is instant.  Processor time, the least of several runs: a busy machine inflates the clock's."""
+
+    def least_s(*arguments: str) -> float:
+        times = []
+        for _ in range(5):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(times)
+
+    assert least_s("-m", "coli", "--help") - least_s("-c", "pass") <= 0.060

@@ -1,0 +1,124 @@
+"""coli run: one prompt, one answer."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+
+import pytest
+from scripted import TINY, tiny_ids
+
+
+def piped(monkeypatch, data: bytes, *, is_terminal: bool = False) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
+    stdin.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+def test_run_prints_the_answer_and_nothing_else(cli, capsys):
+    """Standard output is the answer and a newline; the speeds go to standard error."""
+    assert cli(["run", "m", "Go"], "a 😀\nb<|endoftext|>") == 0
+    out, err = capsys.readouterr()
+    assert out == "a 😀\nb\n"
+    assert "prompt 2 tokens" in err and "tok/s" in err
+    assert cli.engine.closed == 1
+
+
+def test_run_takes_its_prompt_from_text_file_ids_or_standard_input(cli, capsys, monkeypatch, tmp_path):
+    """Each source gives the same ids to the model, to the character."""
+    text = "é\r\n<|im_start|>"
+    (tmp_path / "p").write_bytes(text.encode())
+    ids = ",".join(map(str, tiny_ids(text)))
+    for argv in ([text], ["--file", str(tmp_path / "p")], ["--ids", ids], [], ["--file", "-"]):
+        piped(monkeypatch, text.encode())
+        assert cli(["run", "m", *argv], "ok") == 0
+        assert cli.engine.calls[0] == ("prefill", len(tiny_ids(text)))
+        assert capsys.readouterr().out == "ok\n"
+
+
+def test_run_without_a_tokenizer_prints_ids(cli, capsys, tmp_path):
+    """--ids on a container without tokenizer files gives ids; a text prompt is refused in one line."""
+    shutil.copy(TINY / "generation_config.json", tmp_path)
+    assert cli(["run", "m", "--ids", "1,2"], "ab", folder=tmp_path) == 0
+    assert capsys.readouterr().out == "97,98,256\n"
+    assert cli(["run", "m", "Go"], "ab", folder=tmp_path) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "no tokenizer.json" in err
+
+
+def test_run_chat_uses_the_template_and_shows_content_only(cli, capsys):
+    """--chat makes the prompt a user's message; the thought is not on standard output."""
+    assert cli(["run", "m", "--chat", "2+2"], "hm\n</think>\n\nFour.<|im_end|>") == 0
+    assert capsys.readouterr().out == "Four.\n"
+    assert cli(["run", "m", "--chat", "--no-thinking", "2+2"], "Four.<|im_end|>") == 0
+    assert capsys.readouterr().out == "Four.\n"
+
+
+def test_run_stops_at_stop_strings_and_max_tokens(cli, capsys):
+    """The flags of the answer reach it."""
+    assert cli(["run", "m", "--stop", "\nUser:", "--stop", "END", "Go"], "Fine.\nUser: next") == 0
+    assert capsys.readouterr().out == "Fine.\n"
+    assert cli(["run", "m", "Go", "--max-tokens", "3"], "abcdef") == 0
+    assert capsys.readouterr().out == "abc\n"
+
+
+def test_run_sampling_flags_reach_the_sampler(cli, capsys):
+    """A seed gives the same text twice and another seed another."""
+
+    def text(*flags):
+        assert cli(["run", "m", "Go", "--max-tokens", "20", *flags], script=lambda ids: 97) == 0
+        return capsys.readouterr().out
+
+    hot = ["--temperature", "100", "--top-k", "0", "--top-p", "1", "--min-p", "0"]
+    assert text("--seed", "1", *hot) == text("--seed", "1", *hot) != text("--seed", "2", *hot)
+    assert text() == "a" * 20 + "\n"
+    assert text("--seed", "3", *hot, "--top-k", "1") == "a" * 20 + "\n"
+
+
+def test_run_loading_flags_reach_the_loader(cli, capsys):
+    """Place, devices, memory, heat, threads and context are handed on as they were given."""
+    flags = "--place off --devices none --vram 0 --heat h.json --threads 1 --context 64".split()
+    assert cli(["run", "m", *flags, "Go"], "ok") == 0
+    assert [getattr(cli.args, name) for name in ("place", "devices", "vram", "heat", "threads", "context")] == [
+        "off", "none", "0", "h.json", "1", "64",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["x", "--file", "y"], "given twice"),
+        (["x", "--ids", "1"], "given twice"),
+        (["--ids", "1,x"], "--ids holds 'x'"),
+        (["--ids", "1,999"], "token id 999 at place 1"),
+        (["--ids", "1", "--chat"], "takes no chat template"),
+        (["--file", "/nonexistent/file"], "/nonexistent/file: cannot be read"),
+        (["x", "--no-thinking"], "add --chat"),
+        (["x", "--temperature", "-1"], "temperature is -1.0"),
+        (["x", "--max-tokens", "-1"], "max_tokens is -1"),
+        (["x", "--stop", ""], "stop holds an empty string"),
+        ([""], "the prompt is empty"),
+        (["x" * 5000], "5000 tokens and the context holds 4096"),
+    ],
+)
+def test_run_bad_input_is_one_line_and_status_2(cli, capsys, argv, message):
+    """Whatever is wrong with the request is said in one line, and nothing is printed as an answer."""
+    assert cli(["run", "m", *argv], "ok") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err and err.startswith("coli: error: ") and err.count("\n") == 1
+
+
+def test_run_without_a_prompt_on_a_terminal_says_how(cli, capsys, monkeypatch):
+    """Waiting silently for standard input on a terminal would look like a hang."""
+    piped(monkeypatch, b"", is_terminal=True)
+    assert cli(["run", "m"], "ok") == 2
+    assert "no prompt" in capsys.readouterr().err
+
+
+def test_run_input_that_is_not_utf8_names_the_byte(cli, capsys, monkeypatch):
+    """A prompt in another encoding is refused, not guessed at."""
+    piped(monkeypatch, b"ab\xff")
+    assert cli(["run", "m"], "ok") == 2
+    assert "standard input: not UTF-8 at byte 2" in capsys.readouterr().err
