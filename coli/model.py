@@ -93,18 +93,23 @@ def _build_engine(
     from coli.engine.session import Engine
     from coli.threads.binding import describe
     from coli.threads.claims import claim_threads
+    from coli.threads.tuning import geometry_key
 
     _check_placement(container.config.num_hidden_layers, place, devices, vram, heat)
     positions = settings.resolve("context", context)
-    claim = claim_threads(threads, openmp_built=step.has_openmp())
+    formats = (container.manifest.trunk_format, container.manifest.expert_format)
+    claim = claim_threads(
+        threads, geometry=geometry_key(container.config, formats), openmp_built=step.has_openmp()
+    )
     try:
-        engine = Engine(
-            container,
-            threads=claim.binding.threads,
-            cpus=claim.binding.cpus or None,
-            context=None if positions.source == "default" else positions.value,
-            isa=settings.get("isa"),
-        )
+        with claim.memory(sum(container.bytes_by_component().values())):
+            engine = Engine(
+                container,
+                threads=claim.binding.threads,
+                cpus=claim.binding.cpus or None,
+                context=None if positions.source == "default" else positions.value,
+                isa=settings.get("isa"),
+            )
     except BaseException:
         claim.release()
         raise

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+# Profiles of `coli tune`, claims on cores and converted models of the person who runs the tests stay out of them.
+_scratch = tempfile.mkdtemp(prefix="coli-tests-")
+for _name in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+    os.environ[_name] = os.path.join(_scratch, _name.lower())
+    os.mkdir(os.environ[_name])
+for _name in [name for name in os.environ if name.startswith("COLI_")]:
+    del os.environ[_name]
+
 DATA = Path(__file__).parent / "data"
 FIXTURES = DATA / "fixtures"
+
+
+def pytest_sessionfinish() -> None:
+    shutil.rmtree(_scratch, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,10 @@ cdef extern from "search.h" nogil:
         uint8_t *dst
         float *row_error
 
-    int coli_quantize_jobs(const coli_quantize_job *jobs, int n_jobs, int format, int n_threads, int *bad_job,
+    enum:
+        COLI_SEARCH_ISAS
+    const char *coli_search_isa(int isa)
+    int coli_quantize_jobs(const coli_quantize_job *jobs, int n_jobs, int format, int isa, int n_threads, int *bad_job,
                            int *bad_row)
     int64_t coli_first_nonfinite(const void *src, int source, int64_t n, int n_threads)
     void coli_widen_f8(const uint8_t *src, const float *table, const float *scale, int64_t row0, int64_t rows,
@@ -33,6 +36,9 @@ cdef extern from "kernels.h" nogil:
 cdef enum:
     F32 = 4
     F16 = 6
+
+# {name: number} of the instruction sets that this CPU has, best first.  The bytes are the same with each.
+ISAS = {coli_search_isa(i).decode(): i for i in range(COLI_SEARCH_ISAS) if coli_search_isa(i) != NULL}
 
 
 cdef const uint8_t *_bytes_of(array, int64_t n_bytes, str name) except? NULL:
@@ -48,7 +54,7 @@ cdef int64_t _value_bytes(int source) except -1:
     return 4 if source == F32 else 2
 
 
-def quantize(list jobs, int source, int format, int n_threads):
+def quantize(list jobs, int source, int format, int n_threads, str isa=None):
     """Quantise matrices into R16 headed blocks.
 
     jobs : list of (src, dst, row_error).
@@ -57,12 +63,14 @@ def quantize(list jobs, int source, int format, int n_threads):
         row_error : float32 (rows,) or None; gets sum|w - w'| / sum|w| of each row, the second sum without the
             largest weight under each scale.
     format : 0..3.
+    isa : a key of ISAS, or None for the best.
 
     Returns None, or (job, row) of the first row that holds a NaN or an infinity: dst is then incomplete.
     """
     if not 0 <= format <= 3:
         raise ValueError(f"format {format} is not one of the block formats 0..3")
     cdef int64_t value_bytes = _value_bytes(source), rows, cols
+    cdef int isa_number = next(iter(ISAS.values())) if isa is None else ISAS[isa]
     cdef int n_jobs = len(jobs), i, bad_job = -1, bad_row = -1, status, groups
     cdef coli_quantize_job *list_ = <coli_quantize_job *>malloc(max(n_jobs, 1) * sizeof(coli_quantize_job))
     if list_ == NULL:
@@ -86,7 +94,7 @@ def quantize(list jobs, int source, int format, int n_threads):
                     raise ValueError("row_error: expected float32")
                 list_[i].row_error = <float *>_bytes_of(row_error, rows * 4, "row_error")
         with nogil:
-            status = coli_quantize_jobs(list_, n_jobs, format, n_threads, &bad_job, &bad_row)
+            status = coli_quantize_jobs(list_, n_jobs, format, isa_number, n_threads, &bad_job, &bad_row)
     finally:
         free(list_)
     if status < 0:

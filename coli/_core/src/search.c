@@ -7,7 +7,7 @@
 #include "layout.h"
 
 #define INLINE static inline __attribute__((always_inline))
-#define LANES 16 /* partial sums of every error: part of the result, so the same on every instruction set */
+#define LANES 16 /* partial sums of every error: they decide near ties, so they are the same on every instruction set */
 
 #define ROUND_MAGIC 0x1.8p23f /* x + magic - magic rounds |x| < 2^22 to the nearest even integer */
 
@@ -85,7 +85,7 @@ static float scale_i8(const span *p)
     return s * p->to_normal;
 }
 
-/* The same for one scale in double. */
+/* Squared error of the span against one int4 scale, in double: float32's sum cannot settle a near tie. */
 static double exact_error_i4(const span *p, float s)
 {
     float inverse = 1.0f / s;
@@ -195,13 +195,25 @@ typedef int (*block_fn)(const coli_quantize_job *job, int format, int block, con
 #define ISA_MAX(v, limit) ((VF)_mm512_max_ps((__m512)(v), (__m512)(limit)))
 #include "search_span.inc"
 
-static block_fn best_block_fn(void)
+static int has_avx512(void)
 {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return quantize_block_avx512;
-    return __builtin_cpu_supports("avx2") ? quantize_block_avx2 : quantize_block_sse2;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+static block_fn block_fn_of(int isa)
+{
+    switch (isa) {
+    case 0:
+        return has_avx512() ? quantize_block_avx512 : NULL;
+    case 1:
+        return __builtin_cpu_supports("avx2") ? quantize_block_avx2 : NULL;
+    default:
+        return quantize_block_sse2;
+    }
+}
+
+static const char *const isa_names[COLI_SEARCH_ISAS] = {"avx512", "avx2", "sse2"};
 #else
 #define ISA_NAME portable
 #define ISA_ATTR
@@ -210,8 +222,12 @@ static block_fn best_block_fn(void)
 #define ISA_MAX(v, limit) SELECT((v) < (limit), limit, v)
 #include "search_span.inc"
 
-static block_fn best_block_fn(void) { return quantize_block_portable; }
+static block_fn block_fn_of(int isa) { return isa == COLI_SEARCH_ISAS - 1 ? quantize_block_portable : NULL; }
+
+static const char *const isa_names[COLI_SEARCH_ISAS] = {"", "", "portable"};
 #endif
+
+const char *coli_search_isa(int isa) { return block_fn_of(isa) ? isa_names[isa] : NULL; }
 
 /* ---- all jobs ----------------------------------------------------------------------------------- */
 
@@ -227,9 +243,10 @@ static int blocks_of(const coli_quantize_job *job)
     return (job->rows + COLI_BLOCK_ROWS - 1) / COLI_BLOCK_ROWS;
 }
 
-int coli_quantize_jobs(const coli_quantize_job *jobs, int n_jobs, int format, int n_threads, int *bad_job, int *bad_row)
+int coli_quantize_jobs(const coli_quantize_job *jobs, int n_jobs, int format, int isa, int n_threads, int *bad_job,
+                       int *bad_row)
 {
-    block_fn quantize = best_block_fn();
+    block_fn quantize = block_fn_of(isa);
     int64_t *first = malloc(((size_t)n_jobs + 1) * sizeof *first); /* block number where each job starts */
     int64_t bad = INT64_MAX;                                      /* job << 32 | row, the lowest */
     int padded = 0, out_of_memory = !first;

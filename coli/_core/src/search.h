@@ -23,10 +23,14 @@ typedef struct coli_quantize_job {
     float *row_error;
 } coli_quantize_job;
 
-/* Quantise all jobs into one format (0..3) with n_threads threads.
+/* Instruction sets, best first; the last one runs everywhere.  The name of one, or NULL where this CPU lacks it. */
+#define COLI_SEARCH_ISAS 3
+const char *coli_search_isa(int isa);
+
+/* Quantise all jobs into one format (0..3) with n_threads threads and an instruction set that the CPU has.
  * Returns 0; 1 when a weight is NaN or infinite (then *bad_job and *bad_row name the first such row);
  * -1 when memory is out. */
-int coli_quantize_jobs(const coli_quantize_job *jobs, int n_jobs, int format, int n_threads, int *bad_job,
+int coli_quantize_jobs(const coli_quantize_job *jobs, int n_jobs, int format, int isa, int n_threads, int *bad_job,
                        int *bad_row);
 
 /* Index of the first value that is NaN or infinite, or -1.  source: COLI_F32, COLI_BF16 or COLI_F16. */

@@ -1,0 +1,83 @@
+"""``coli bench``: tokens a second of a model, or GB/s of the kernels beside what the memory gives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from coli.cli.common import add_loading, load_model
+from coli.errors import RequestError
+
+HELP = "measure a model's speed, or the kernels' beside the memory's; compare two records"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="what to measure (default demo)")
+    parser.add_argument("--kernels", action="store_true", help="the products of a 35B token instead of a model")
+    parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="two records of --json; measures nothing")
+    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="length of the prompt (512)")
+    parser.add_argument("--decode-tokens", type=int, default=64, metavar="N", help="tokens decoded a repeat (64)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="repeats; figures are medians (5)")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON")
+    add_loading(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from coli.cli.bench_record import compare, model_record, read_record
+
+    if args.compare:
+        print(compare(*(read_record(path) for path in args.compare)))
+        return 0
+    for flag in ("prompt_tokens", "decode_tokens", "repeats"):
+        if getattr(args, flag) < 1:
+            raise RequestError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}; expected at least 1", flag)
+    if args.kernels:
+        return _kernels(args)
+    with load_model(args) as model:
+        if args.prompt_tokens + args.decode_tokens > model.context:
+            raise RequestError(
+                f"{args.prompt_tokens} + {args.decode_tokens} tokens do not fit the context of {model.context}; "
+                "ask for fewer or raise --context",
+                "prompt_tokens",
+            )
+        record = model_record(model, args.prompt_tokens, args.decode_tokens, args.repeats)
+    if args.json:
+        print(json.dumps(record, indent=1))
+        return 0
+    for name, row in record["results"].items():
+        print(f"{name:<10} {row['tok_s']:10.1f} tok/s   {row['tokens']} tokens, median of {row['repeats']}")
+    read = record["results"]["decode"]
+    print(
+        f"{'memory':<10} {read['gb_s']:10.1f} GB/s    {100 * read['ratio']:.0f} % of the {read['read_gb_s']:.1f} GB/s "
+        f"that {record['threads']} threads read"
+    )
+    return 0
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from coli import settings
+    from coli._core import step
+    from coli.engine.benchmarks import kernel_benches
+    from coli.threads.claims import claim_threads
+
+    claim = claim_threads(args.threads, openmp_built=step.has_openmp())
+    rows: list[dict[str, Any]] = []
+    try:
+        benches = kernel_benches(claim.binding.threads, list(claim.binding.cpus) or None, settings.get("isa"))
+        for bench in tqdm(benches, total=6, disable=not sys.stderr.isatty()):
+            rows.append(bench.measure(max(args.repeats, 5)).to_dict())
+    finally:
+        claim.release()
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    print(f"{'kernel':<28} {'threads':>7} {'GB/s':>8} {'read GB/s':>10} {'ratio':>6}")
+    for row in rows:
+        print(
+            f"{row['name']:<28} {row['threads']:>7} {row['gb_s']:>8.1f} {row['read_gb_s']:>10.1f} {row['ratio']:>6.2f}"
+        )
+    return 0
