@@ -26,6 +26,7 @@ DTYPE_BITS = {
 
 # The safetensors package refuses longer headers too.
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 16
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,18 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], align_bytes
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in made if names.count(name) > 1)
-        raise ValueError(f"{twice} stands twice")
+    made: dict[str, object] = {}
+    for name, value in pairs:
+        if name in made:
+            raise ValueError(f"{_shown(name)} stands twice")
+        made[name] = value
     return made
+
+
+def _shown(value: object) -> str:
+    """A value from the file, for a message of one line."""
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _is_size(value: object) -> bool:
@@ -130,16 +137,18 @@ def _is_size(value: object) -> bool:
 
 
 def _entry(name: str, fields: object, data_offset: int, source: str) -> TensorEntry:
+    if not name.isprintable():  # every later message names tensors as they are
+        raise ModelError(f"{source}: tensor name {_shown(name)} holds characters that cannot be printed")
     where = f"{source}: tensor {name}"
     if not isinstance(fields, dict):
         raise ModelError(f"{where}: its entry is a JSON {type(fields).__name__}, expected an object")
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ModelError(f"{where}: dtype {dtype!r} is not one of safetensors' ({', '.join(DTYPE_BITS)})")
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise ModelError(f"{where}: shape {shape!r} is not a list of sizes")
+        raise ModelError(f"{where}: dtype {_shown(dtype)} is not one of safetensors' ({', '.join(DTYPE_BITS)})")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(_is_size, shape)):
+        raise ModelError(f"{where}: shape {_shown(shape)} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise ModelError(f"{where}: data_offsets {offsets!r} is not a pair of byte numbers")
+        raise ModelError(f"{where}: data_offsets {_shown(offsets)} is not a pair of byte numbers")
     begin, end = offsets
     expected = tensor_bytes(dtype, shape)
     if end - begin != expected:

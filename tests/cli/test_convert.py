@@ -25,7 +25,13 @@ def test_convert_prints_the_container_and_says_the_rest_on_standard_error(tmp_pa
     assert main(["convert", str(src), str(tmp_path / "out")]) == 0
     out, err = capsys.readouterr()
     assert out == f"{tmp_path / 'out'}\n"
-    for said in ("left out: 3 mtp tensors, 82,048 bytes", "left out: 1 visual tensors", "(100.0 %)", "peak memory", "worst: "):
+    for said in (
+        "left out: 3 mtp tensors, 82,048 bytes",
+        "left out: 1 visual tensors",
+        "(100.0 %)",
+        "peak memory",
+        "worst: ",
+    ):
         assert said in err
     assert all(line.startswith("[load] ") for line in err.splitlines())
     with Container.open(tmp_path / "out"):
@@ -35,7 +41,10 @@ def test_convert_prints_the_container_and_says_the_rest_on_standard_error(tmp_pa
 def test_convert_json_is_one_object(tmp_path, capsys):
     """What was done, for scripts."""
     src = checkpoints.write(tmp_path / "hf")
-    assert main(["convert", str(src), str(tmp_path / "out"), "--expert-bits", "4", "--expert-scales", "row", "--json"]) == 0
+    assert (
+        main(["convert", str(src), str(tmp_path / "out"), "--expert-bits", "4", "--expert-scales", "row", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert (found["trunk_format"], found["expert_format"]) == ("i8_row", "i4_row")
     assert found["source_bytes_read"] == found["source_bytes"] and found["peak_rss_bytes"] > 1 << 20

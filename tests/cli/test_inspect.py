@@ -77,3 +77,12 @@ def test_inspect_verify_names_the_damaged_tensor(make_container, tmp_path, capsy
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert "model-00004.safetensors: tensor layers.3.self_attn.o_proj is damaged" in err
+
+
+def test_inspect_says_when_the_two_chat_templates_differ(make_container, tmp_path, capsys):
+    """chat_template.jinja wins over tokenizer_config.json, and a difference is not kept quiet."""
+    folder = shutil.copytree(make_container("tiny-textonly"), tmp_path / "container")
+    assert inspect(capsys, folder)["chat_template"] == {"used": "tokenizer_config.json", "differ": False}
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert inspect(capsys, folder)["chat_template"] == {"used": "chat_template.jinja", "differ": True}
+    assert main(["inspect", str(folder)]) == 0 and "holds a different one" in capsys.readouterr().out

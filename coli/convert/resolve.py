@@ -1,0 +1,153 @@
+"""What a user calls MODEL: the demo, a container, a Hugging Face folder, or the id of one on the hub.
+
+A Hugging Face folder is converted once, into the cache directory, under a name made of its files' names, sizes and
+times and of the formats; the next use finds it there.  A folder is never asked for its weights to be recognised.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import coli
+from coli.container.manifest import MANIFEST_NAME
+from coli.container.reader import JOURNAL_NAME
+from coli.container.writer import PARTIAL_SUFFIX
+from coli.errors import ModelError
+from coli.log import logger
+
+DEMO = "demo"
+
+# As the hub writes ids: owner/name, each a word.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
+              "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
+
+
+def resolve_model(name: str) -> Path:
+    """The container folder that MODEL means; a checkpoint is converted first, if it never was.
+
+    Raises ModelError saying what was tried.
+    """
+    path = find_model(name)
+    return path if is_container(path) else convert_cached(path)
+
+
+def find_model(name: str) -> Path:
+    """The folder that MODEL means: a container or a Hugging Face folder, downloaded first if it is a hub id.
+
+    ``demo`` is the model that ships with coli; a folder of that name is ``./demo``.
+
+    Raises ModelError saying what was tried.
+    """
+    if name == DEMO:
+        return _demo()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if is_container(path) or ((path / "config.json").is_file() and not (path / JOURNAL_NAME).exists()):
+            return path
+        if (path / JOURNAL_NAME).exists():
+            raise ModelError(f"{path}: an unfinished conversion; run the same coli convert again to finish it")
+        raise ModelError(
+            f"{path}: neither a container ({MANIFEST_NAME}) nor a Hugging Face folder (config.json) is in this folder"
+        )
+    if path.exists():
+        raise ModelError(f"{path}: a file; MODEL is a folder: a container or a Hugging Face checkpoint")
+    if (unfinished := path.with_name(path.name + PARTIAL_SUFFIX)).is_dir():
+        raise ModelError(f"{path}: not there, but {unfinished} is: finish that conversion with the same coli convert")
+    if _HUB_ID.fullmatch(name):
+        return download(name)
+    raise ModelError(f"{name}: no such folder, not the name of the demo model ({DEMO}), and not a hub id (owner/name)")
+
+
+def is_container(path: Path) -> bool:
+    """Whether a folder holds a finished container."""
+    return (path / MANIFEST_NAME).is_file()
+
+
+def download(repository: str) -> Path:
+    """Fetch a checkpoint from the Hugging Face hub into its own cache (HF_HOME); returns the snapshot's folder.
+
+    Works offline once it has been fetched.  Raises ModelError with the hub's reason.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ModelError(
+            f"{repository}: no such folder; to fetch it from the Hugging Face hub, pip install coli[hub]"
+        ) from None
+    logger("load").info("%s: no such folder; asking the Hugging Face hub", repository)
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+    except Exception as error:  # its transports raise types of many packages; each ends as one line here
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{repository}: no such folder, and the Hugging Face hub gave no model: {reason}") from None
+
+
+def cache_dir() -> Path:
+    """Where converted checkpoints are kept: ``$XDG_CACHE_HOME/coli``, or ``~/.cache/coli``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "coli"
+
+
+def convert_cached(src: str | Path) -> Path:
+    """The container of a Hugging Face folder, in the default formats, from the cache; converted where it is not there.
+
+    Two processes that ask at once convert once: the second waits.
+
+    Raises ModelError: the checkpoint cannot be converted, or the cache cannot be written.
+    """
+    # A container needs neither the quantiser nor tqdm; a checkpoint does.
+    from coli.convert.checkpoint import Checkpoint
+    from coli.convert.convert import Options, convert
+
+    src = Path(src).resolve()
+    with Checkpoint(src) as checkpoint:
+        identity = {"path": str(src), "options": vars(Options()), "coli": coli.__version__} | checkpoint.fingerprint()
+        size_bytes = checkpoint.n_bytes
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_dir()
+    dst = folder / f"{src.name}-{key}"
+    log = logger("load")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{folder}: the cache directory cannot be made: {error.strerror}") from None
+    with _locked(folder / f"{dst.name}.lock"):
+        if is_container(dst):
+            log.info("%s: using its container in the cache: %s", src, dst)
+            return dst
+        log.info("%s: converting %s bytes once, into the cache: %s", src, f"{size_bytes:,}", dst)
+        done = convert(src, dst)
+        log.info("%s: %s bytes; later uses take it from there", dst, f"{done.n_bytes:,}")
+    return dst
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file; say so when another process has it."""
+    try:
+        with open(path, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger("load").info("another process is converting this checkpoint; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be locked: {error.strerror}") from None
+
+
+def _demo() -> Path:
+    path = Path(coli.__file__).parent / "data" / DEMO
+    if not is_container(path):
+        raise ModelError(
+            f"{path}: the demo model is not part of this installation; install coli from its wheel or sdist"
+        )
+    return path
