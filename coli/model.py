@@ -20,7 +20,7 @@ import numpy as np
 from coli import settings
 from coli.engine.generate import FinishReason, Generation
 from coli.engine.sampler import Sampler, SamplingParams
-from coli.errors import BackendError, RequestError
+from coli.errors import RequestError
 from coli.log import logger
 from coli.text.channels import ChannelParser, Delta
 from coli.text.defaults import sampling_defaults, stop_ids
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from coli.config import ModelConfig
     from coli.container.reader import Container
     from coli.engine.session import Engine, Session
+    from coli.placing import Placed
 
 PERPLEXITY_WINDOW = 512
 _SCORE_ROWS = 32  # rows widened to float64 at once: 32 x 248,320 are 64 MB
@@ -63,7 +64,7 @@ def load(
 
     container = Container.open(resolve_model(str(path_or_name)))
     try:
-        engine, release = _build_engine(
+        engine, placed, release = _build_engine(
             container, place=place, devices=devices, vram=vram, heat=heat, threads=threads, context=context
         )
     except BaseException:
@@ -71,11 +72,10 @@ def load(
         raise
 
     def close() -> None:
-        engine.close()
         release()
         container.close()
 
-    return Model(engine, Path(container.path), seed=seed, on_close=close)
+    return Model(engine, Path(container.path), seed=seed, placed=placed, on_close=close)
 
 
 def _build_engine(
@@ -87,15 +87,15 @@ def _build_engine(
     heat: str | Path | None,
     threads: int | str | None,
     context: int | None,
-) -> tuple[Engine, Callable[[], None]]:
-    """The engine for a container, by the settings; and what gives its threads back after it was closed."""
+) -> tuple[Engine, Placed, Callable[[], None]]:
+    """The engine for a container and what lies where, by the settings; and what gives all of it back."""
     from coli._core import step
     from coli.engine.session import Engine
+    from coli.placing import place_model
     from coli.threads.binding import describe
     from coli.threads.claims import claim_threads
     from coli.threads.tuning import geometry_key
 
-    _check_placement(container.config.num_hidden_layers, place, devices, vram, heat)
     positions = settings.resolve("context", context)
     formats = (container.manifest.trunk_format, container.manifest.expert_format)
     claim = claim_threads(
@@ -114,21 +114,19 @@ def _build_engine(
         claim.release()
         raise
     logger("threads").info(describe(claim.binding, engine.thread_map))
-    return engine, claim.release
+    try:
+        placed = place_model(container, engine, place=place, devices=devices, vram=vram, heat=heat)
+    except BaseException:
+        engine.close()
+        claim.release()
+        raise
 
+    def release() -> None:
+        engine.on_thread(placed.close)
+        engine.close()
+        claim.release()
 
-def _check_placement(layers: int, place: Any, devices: Any, vram: Any, heat: Any) -> None:
-    """Refuse placement settings that are malformed, or that ask for a device, which this version does not drive."""
-    from coli.placement.grammar import parse
-
-    wanted = settings.get("place", place)
-    if wanted not in ("auto", "auto:bytes", "auto:time", "off"):
-        parse(wanted, layers)
-    settings.get("vram", vram)
-    settings.get("heat", None if heat is None else str(heat))
-    chosen = settings.get("devices", devices)
-    if not isinstance(chosen, str) and len(chosen):
-        raise BackendError(f"devices={chosen!r}: this version computes on the CPU only; use none or auto")
+    return engine, placed, release
 
 
 class Score(NamedTuple):
@@ -142,13 +140,20 @@ class Score(NamedTuple):
 class Model:
     """A loaded model.  Made by `coli.load`; a context manager.
 
-    engine : what computes.   folder : the container, for its tokenizer, template and generation_config.json.
+    engine : what computes.   placed : what lies where.   folder : the container, for its tokenizer, template and generation_config.json.
     """
 
     def __init__(
-        self, engine: Engine, folder: Path, *, seed: int | None = None, on_close: Callable[[], None] | None = None
+        self,
+        engine: Engine,
+        folder: Path,
+        *,
+        seed: int | None = None,
+        placed: Placed | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
+        self.placed = placed
         self.folder = Path(folder)
         SamplingParams(seed=seed)  # checks it
         self._seeds = None if seed is None else random.Random(seed)
@@ -192,7 +197,8 @@ class Model:
 
     def stats(self) -> dict[str, Any]:
         """What runs where, and what it did: "isa", "threads", "place", "tier" and more."""
-        return {"model": str(self.folder), "place": "off", "tier": None, **self.engine.stats()}
+        placed = {"place": "off", "tier": None} if self.placed is None else self.placed.stats()
+        return {"model": str(self.folder), **placed, **self.engine.stats()}
 
     # ---- logits --------------------------------------------------------------------------------------
 

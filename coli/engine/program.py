@@ -8,7 +8,7 @@ contract makes that the same bits, so a failure costs time and nothing else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Sequence
 
 import numpy as np
 
@@ -23,19 +23,15 @@ _OP = {name: i for i, name in enumerate(step.OPS)}
 
 
 class Tier(Protocol):
-    """What the program asks of the expert tier (coli.tier)."""
+    """What the program asks of the expert tier (``coli.tier.expert_tier`` says more)."""
 
-    def holds(self, layer: int) -> bool:
-        """Whether experts of this layer can be on a device at all."""
-
-    def note(self, layer: int, top_idx: np.ndarray) -> None:
-        """The router chose these experts (T, k) while decoding."""
-
-    def route(self, layer: int, top_idx: np.ndarray) -> Sequence[Any]:
-        """Groups with .device, .slots, .rows, .ranks of the chosen experts that a device holds."""
-
-    def quarantine(self, device: Device) -> None:
-        """The device failed: none of its experts is resident any more."""
+    def holds(self, layer: int) -> bool: ...
+    def note(self, layer: int, top_idx: np.ndarray) -> None: ...
+    def issue(self, layer: int, top_idx: np.ndarray, x: np.ndarray, external: np.ndarray) -> Sequence[Any]: ...
+    def take(self, group: Any) -> np.ndarray | None: ...
+    def quarantine(self, lost: Device, reason: str = ...) -> None: ...
+    def drain(self) -> None: ...
+    def between_tokens(self) -> None: ...
 
 
 class CpuRun:
@@ -99,36 +95,30 @@ class ExpertsOn:
         hidden_size = program.config.hidden_size
         external = np.asarray(runner.buffer("external"))  # (T, k)
         x = np.asarray(runner.buffer("xn"))[:, :hidden_size]
-        open_tickets = []
-        if tier is not None and tier.holds(self.layer):
+        groups: Sequence[Any] = ()
+        if tier is not None:
             top_idx = np.asarray(runner.buffer("top_idx"))
             if program.decoding:
                 tier.note(self.layer, top_idx)
-            for group in tier.route(self.layer, top_idx):
-                try:
-                    ticket = group.device.issue(self.layer, group.slots, group.rows, x)
-                except DeviceError as error:
-                    program.failed(group.device, f"experts of layer {self.layer}", error)
-                    continue
-                external[group.rows, group.ranks] = 1
-                open_tickets.append((group, ticket))
-        shared = None
+            groups = tier.issue(self.layer, top_idx, x, external)
         runner.shared_external = self.shared_handle is not None
         runner.run(self.op, self.op + 1)
+        shared, again = None, False
         if self.shared_handle is not None:
             try:
                 shared = self.shared_device.ffn(self.shared_handle, x)
             except DeviceError as error:
                 self.shared_handle = None
                 program.failed(self.shared_device, f"shexp of layer {self.layer}", error)
-        answers, again = [], shared is None and runner.shared_external
-        for group, ticket in open_tickets:
-            try:
-                answers.append((group, group.device.take(ticket)))
-            except DeviceError as error:
-                program.failed(group.device, f"experts of layer {self.layer}", error)
+                again = True
+        answers = []
+        for group in groups:
+            y = tier.take(group)
+            if y is None:
                 external[group.rows, group.ranks] = 0
                 again = True
+            else:
+                answers.append((group, y))
         if again:  # slots are numbered anew, so the CPU's part is done again with the failed ones in it
             runner.shared_external = shared is not None
             runner.run(self.op, self.op + 1)
@@ -145,7 +135,7 @@ class Program:
     """The steps of all layers.  ``decoding`` says whether the batch counts for the heat (prefill does not).
 
     residents : {(component, layer): (device, handle)}, where attnproj's handle is the pair (in, out).
-    on_failure : called with (device, what, error) once a part falls back to the CPU.
+    fallen : parts that fell back to the CPU, as (component or experts, device, reason).
     """
 
     def __init__(
@@ -153,13 +143,12 @@ class Program:
         config: ModelConfig,
         residents: dict[tuple[str, int], tuple[Device, Any]] | None = None,
         tier: Tier | None = None,
-        on_failure: Callable[[Device, str, DeviceError], None] | None = None,
     ) -> None:
         self.config = config
         self.tier = tier
         self.decoding = False
         self.lost: set[int] = set()
-        self._on_failure = on_failure
+        self.fallen: list[tuple[str, str, str]] = []
         self._residents = residents or {}
         self.head: MatmulOn | None = None
         self.steps = self._build()
@@ -212,8 +201,15 @@ class Program:
 
     def run(self, runner: step.Runner) -> None:
         """All layers of the batch that the runner has begun."""
-        for one in self.steps:
-            one.run(runner)
+        try:
+            for one in self.steps:
+                one.run(runner)
+        except BaseException:
+            if self.tier is not None:
+                self.tier.drain()
+            raise
+        if self.tier is not None:
+            self.tier.between_tokens()
 
     def failed(self, device: Device, what: str, error: DeviceError) -> None:
         """A device did not answer: say so once, and forget a lost one."""
@@ -222,9 +218,8 @@ class Program:
                 return
             self.lost.add(id(device))
             if self.tier is not None:
-                self.tier.quarantine(device)
+                self.tier.quarantine(device, str(error))
             logger("place").warning("%s is lost (%s): everything on it goes to the CPU", device.name, error)
         else:
             logger("place").warning("%s on %s failed (%s): computed on the CPU", what, device.name, error)
-        if self._on_failure is not None:
-            self._on_failure(device, what, error)
+        self.fallen.append((what, device.name, str(error)))

@@ -7,7 +7,7 @@ logits of a token do not depend on how the tokens before it were cut.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Sequence as Ids
+from typing import TYPE_CHECKING, Any, Callable, Sequence as Ids
 
 import numpy as np
 
@@ -121,6 +121,10 @@ class Engine:
             )
         self._runner = step.Runner(self._net, self.team)
         self.thread_map = self.team.map()
+
+    def on_thread(self, fn: Callable[[], Any]) -> Any:
+        """Run something between steps on the engine thread, where devices have their contexts."""
+        return self._thread.call(lambda job: fn())
 
     # ---- sessions ----------------------------------------------------------------------------------
 

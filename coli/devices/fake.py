@@ -1,0 +1,408 @@
+"""A card made of ordinary memory: what tests drive, and what ``--devices fake:8GiB`` rehearses a placement with.
+
+It answers only from the bytes that were uploaded into its arena, with the CPU's kernels, so a placement that
+forgot an upload, read the wrong slot or overwrote one too early gives other bits or stops.  What a real card would
+let pass and answer with garbage (a slot that nobody wrote, a ticket taken twice, an overwrite under an open ticket)
+is an AssertionError here: a bug of the caller, never a DeviceError to fall back from.
+
+It knows no model and no cost but the two it is given: ``gb_s`` and ``latency_us`` are honoured by waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from coli._core import kernels
+from coli.container.layout import ALIGN_BYTES, FORMATS, matrix_layout, round_up
+from coli.devices.base import DeviceError, MatrixSpec, SlabSpec
+
+OPERATIONS = ("alloc", "upload", "matmul", "issue", "take")
+POISON = 0xA5  # what freed memory holds: finite in every number format, and nobody's weights
+
+_KIND = {"alloc": "out of memory"}  # of a failure by ``fail``; the others are "launch"
+_SPIN_S = 0.0005  # a sleep overshoots by about 0.1 ms, so the last half millisecond is spun
+_STORED = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16}  # as `kernels.dense` takes them
+
+
+def _require(condition: bool, message: str) -> None:
+    """``assert`` that stays under -O: what stands after it would otherwise read memory that is not its own."""
+    if not condition:
+        raise AssertionError(message)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A matrix in the arena: where it starts and how to read it.  It holds no data of its own."""
+
+    offset: int
+    format: str
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Resident:
+    """The handle of an upload.  parts : the matrix, or gate, up and down."""
+
+    name: str
+    arena: np.ndarray
+    offset: int
+    n_bytes: int
+    parts: tuple[_Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    """A group that was issued.  x : the caller's rows as they were then.   ready_at : on ``time.perf_counter``."""
+
+    layer: int
+    slots: np.ndarray
+    rows_of: np.ndarray
+    x: np.ndarray
+    ready_at: float
+
+
+class FakeDevice:
+    """A ``devices.base.Device`` in ordinary memory.
+
+    free_bytes : what an arena may take; see `set_free_bytes`.
+    gb_s : bytes it reads and takes in, in GB/s (10**9); None is as fast as it goes.   latency_us : of each operation.
+    fail : (operation, n) pairs, n from 1; operation one of "alloc" (out of memory), "upload", "matmul", "issue", "take"
+        (launch), or "die": the n-th operation of any kind loses the device for ever.
+
+    calls : every operation as (operation, details...), in order, failed ones too, so that ``fail=[(operation, n)]``
+        is the n-th entry of that operation.
+
+        - ("alloc", bytes, slots) for an arena, ("alloc", bytes, name) for a resident's part of it
+        - ("upload", name, bytes), or ("upload", slot, bytes)
+        - ("matmul", name, rows), a resident slab's ``ffn`` too
+        - ("issue", layer, slots, rows_of), ("take", layer)
+        - ("clear", slot), ("free", name), ("close",), which never fail and which "die" does not count
+
+    index : 0 until somebody numbers the devices.   uuid, pci_bus_id : None, it has none.
+    """
+
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+
+    def __init__(
+        self,
+        free_bytes: int,
+        *,
+        name: str = "fake0",
+        gb_s: float | None = None,
+        latency_us: float | None = None,
+        fail: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        for operation, n in fail:
+            if operation not in (*OPERATIONS, "die") or n < 1:
+                known = ", ".join((*OPERATIONS, "die"))
+                raise ValueError(f"fail has ({operation!r}, {n!r}); expected one of {known}, and a number from 1")
+        self.name = name
+        self.index = 0
+        self.gb_s = gb_s
+        self.latency_us = latency_us
+        self.calls: MutableSequence[tuple] = []
+        self._fail = frozenset(fail)
+        self._total_bytes = self._limit_bytes = free_bytes
+        self._lock = Lock()  # write_slot may come from another thread
+        self._count: Counter[str] = Counter()
+        self._lost = False
+        self._idle_at = 0.0  # when all that was started is done
+        self._drop_arena()
+
+    # ---- identity and memory ---------------------------------------------------------------------------
+
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+        return self._total_bytes
+
+    def free_bytes(self) -> int:
+        """What an arena could take now."""
+        self._refuse_if_lost()
+        return max(0, self._limit_bytes - self._arena.size)
+
+    def set_free_bytes(self, free_bytes: int) -> None:
+        """What `free_bytes` says when no arena is open, from now on: another program came or went."""
+        self._limit_bytes = free_bytes
+        self._total_bytes = max(self._total_bytes, free_bytes)
+
+    def open_arena(self, resident_bytes: int, slots: int, slab: SlabSpec | None) -> None:
+        """Take one allocation.  An arena that is open is given back first, and all handles into it are void."""
+        _require(not self._tickets, f"{self.name}: the arena is opened anew under {len(self._tickets)} open tickets")
+        _require(resident_bytes >= 0 and slots >= 0, f"{self.name}: an arena of {resident_bytes} bytes, {slots} slots")
+        _require(slots == 0 or slab is not None, f"{self.name}: {slots} slots of no shape")
+        stride = round_up(slab.slab_bytes) if slab is not None else 0
+        n_bytes = round_up(resident_bytes) + slots * stride
+        self._begin("alloc", n_bytes, slots)
+        with self._lock:
+            self._drop_arena()
+        if n_bytes > self._limit_bytes:
+            found = f"an arena of {n_bytes:,} bytes, {self._limit_bytes:,} are free"
+            raise DeviceError(f"{self.name}: {found}", "out of memory")
+        try:
+            # zeros, not full: the system maps a page when it is first written, so 8 GiB do not cost 8 GiB
+            raw = np.zeros(n_bytes + ALIGN_BYTES, np.uint8)
+        except MemoryError:
+            reason = f"the host has no {n_bytes:,} bytes for the arena"
+            raise DeviceError(f"{self.name}: {reason}", "out of memory") from None
+        with self._lock:
+            start = -raw.ctypes.data % ALIGN_BYTES
+            self._arena = raw[start : start + n_bytes]
+            self._slots_at = n_bytes - slots * stride
+            self._stride = stride
+            self._slab = slab
+            self._slot_state = ["empty"] * slots
+            self._slot_readers = [0] * slots
+
+    def close(self) -> None:
+        """Give everything back; an arena may be opened again afterwards, unless the device is lost."""
+        self.calls.append(("close",))
+        with self._lock:
+            self._drop_arena()
+
+    def _drop_arena(self) -> None:
+        self._arena = np.empty(0, np.uint8)
+        self._slots_at = 0
+        self._stride = 0
+        self._used_bytes = 0
+        self._slab: SlabSpec | None = None
+        self._slot_state: list[str] = []  # "empty", "writing" or "written"
+        self._slot_readers: list[int] = []  # open tickets that read it
+        self._residents: set[_Resident] = set()
+        self._tickets: set[_Ticket] = set()
+
+    # ---- residents ---------------------------------------------------------------------------------------
+
+    def upload(self, matrix: MatrixSpec) -> _Resident:
+        """Copy a matrix into the resident part."""
+        layout = matrix_layout(matrix.format, matrix.rows, matrix.cols)
+        stated = (matrix.block_bytes, matrix.n_blocks, matrix.n_groups)
+        computed = (layout.block_bytes, layout.n_blocks, layout.n_groups)
+        _require(stated == computed, f"{matrix.name}: block_bytes, n_blocks, n_groups are {stated}, not {computed}")
+        part = _Part(0, matrix.format, matrix.rows, matrix.cols)
+        return self._place(matrix.name, matrix.data, layout.used_bytes, (part,))
+
+    def upload_slab(self, name: str, slab: SlabSpec, data: np.ndarray) -> _Resident:
+        """Copy one slab into the resident part."""
+        return self._place(name, data, slab.slab_bytes, _slab_parts(slab))
+
+    def _place(self, name: str, data: np.ndarray, n_bytes: int, parts: tuple[_Part, ...]) -> _Resident:
+        is_bytes = data.dtype == np.uint8 and data.ndim == 1
+        _require(is_bytes, f"{name}: data is {data.dtype} {data.shape}, not uint8 (n,)")
+        _require(data.size >= n_bytes, f"{name}: {data.size} bytes given, {n_bytes} needed")
+        self._begin("alloc", n_bytes, name)
+        offset = self._used_bytes
+        _require(
+            offset + n_bytes <= self._slots_at,
+            f"{self.name}: {name} needs {n_bytes} bytes, {self._slots_at - offset} are left of the resident part",
+        )
+        self._begin("upload", name, n_bytes)
+        self._arena[offset : offset + n_bytes] = data[:n_bytes]
+        self._used_bytes = round_up(offset + n_bytes)
+        resident = _Resident(name, self._arena, offset, n_bytes, parts)
+        self._residents.add(resident)
+        _wait_until(self._finish_at(n_bytes))
+        return resident
+
+    def free(self, handle: _Resident) -> None:
+        """Give a resident up; its bytes are overwritten at once."""
+        self.calls.append(("free", handle.name))
+        _require(handle in self._residents or handle.arena is not self._arena, f"{handle.name} is freed twice")
+        if handle in self._residents:
+            self._residents.discard(handle)
+            self._arena[handle.offset : handle.offset + handle.n_bytes] = POISON
+
+    def matmul(self, handle: _Resident, rows: np.ndarray) -> np.ndarray:
+        """W x for each row: float32 (T, cols) -> float32 (T, rows of W)."""
+        data = self._bytes_of(handle, 1)
+        _check_rows(rows, handle.parts[0].cols, handle.name)
+        self._begin("matmul", handle.name, len(rows))
+        done_at = self._finish_at(handle.n_bytes)
+        y = _matmul(data, handle.parts[0], rows)
+        _wait_until(done_at)
+        return y
+
+    def ffn(self, handle: _Resident, rows: np.ndarray) -> np.ndarray:
+        """down(silu(gate x) * up x) of a resident slab."""
+        data = self._bytes_of(handle, 3)
+        _check_rows(rows, handle.parts[0].cols, handle.name)
+        self._begin("matmul", handle.name, len(rows))
+        done_at = self._finish_at(handle.n_bytes)
+        y = _ffn(data, handle.parts, rows)
+        _wait_until(done_at)
+        return y
+
+    def _bytes_of(self, handle: _Resident, n_parts: int) -> np.ndarray:
+        self._refuse_if_lost()
+        _require(handle in self._residents, f"{handle.name} was freed, or its arena was closed")
+        _require(len(handle.parts) == n_parts, f"{handle.name} is {'a slab' if n_parts == 1 else 'a matrix'}")
+        return self._arena[handle.offset : handle.offset + handle.n_bytes]
+
+    # ---- expert slots ------------------------------------------------------------------------------------
+
+    def write_slot(self, slot: int, data: np.ndarray) -> None:
+        """Overwrite a slot with an expert's slab."""
+        self._begin("upload", slot, data.size)
+        with self._lock:
+            self._check_slot(slot)
+            _require(
+                data.dtype == np.uint8 and data.shape == (self._slab.slab_bytes,),
+                f"slot {slot}: data is {data.dtype} {data.shape}, not uint8 ({self._slab.slab_bytes},)",
+            )
+            _require(self._slot_readers[slot] == 0, f"slot {slot} is written under an open ticket")
+            _require(self._slot_state[slot] != "writing", f"slot {slot} is written twice at once")
+            self._slot_state[slot] = "writing"
+            arena, target = self._arena, self._slot_bytes(slot)
+        target[: data.size] = data
+        _wait_until(time.perf_counter() + self._seconds(data.size))  # beside the arithmetic, as a copy engine is
+        with self._lock:
+            if arena is self._arena:  # not closed meanwhile
+                self._slot_state[slot] = "written"
+
+    def clear_slot(self, slot: int) -> None:
+        """The slot holds nobody any more: it is overwritten."""
+        self.calls.append(("clear", slot))
+        with self._lock:
+            if self._lost:
+                return
+            self._check_slot(slot)
+            _require(self._slot_readers[slot] == 0, f"slot {slot} is cleared under an open ticket")
+            _require(self._slot_state[slot] != "writing", f"slot {slot} is cleared while it is written")
+            self._slot_state[slot] = "empty"
+            self._slot_bytes(slot)[:] = POISON
+
+    def issue(self, layer: int, slots: Sequence[int], rows_of: Sequence[int], x: np.ndarray) -> _Ticket:
+        """Start a group.  The arithmetic is done in `take`, as late as a card may do it."""
+        slots, rows_of = np.array(slots, np.int64), np.array(rows_of, np.int64)
+        self._begin("issue", layer, tuple(slots.tolist()), tuple(rows_of.tolist()))
+        with self._lock:
+            _require(slots.size > 0 and slots.shape == rows_of.shape == (slots.size,), "a group without contributions")
+            for slot in slots.tolist():
+                self._check_slot(slot)
+                _require(self._slot_state[slot] == "written", f"slot {slot} is read; it is {self._slot_state[slot]}")
+            _check_rows(x, self._slab.hidden_size, f"layer {layer}")
+            _require(0 <= rows_of.min() and rows_of.max() < len(x), f"rows_of {rows_of} of an x with {len(x)} rows")
+            n_bytes = len(np.unique(slots)) * self._slab.slab_bytes
+            ticket = _Ticket(layer, slots, rows_of, np.array(x, np.float32, order="C"), self._finish_at(n_bytes))
+            self._tickets.add(ticket)
+            for slot in slots.tolist():
+                self._slot_readers[slot] += 1
+        return ticket
+
+    def take(self, ticket: _Ticket) -> np.ndarray:
+        """Finish a group: float32 (contributions, hidden).  The ticket is used up, also where it fails."""
+        try:
+            self._begin("take", ticket.layer)
+            _require(ticket in self._tickets, "a ticket is taken twice, or after its arena was closed")
+            y = np.empty((ticket.slots.size, self._slab.hidden_size), np.float32)
+            for slot in np.unique(ticket.slots).tolist():
+                mine = np.flatnonzero(ticket.slots == slot)
+                y[mine] = _ffn(self._slot_bytes(slot), _slab_parts(self._slab), ticket.x[ticket.rows_of[mine]])
+        finally:
+            with self._lock:
+                if ticket in self._tickets:
+                    self._tickets.discard(ticket)
+                    for slot in ticket.slots.tolist():
+                        self._slot_readers[slot] -= 1
+        _wait_until(ticket.ready_at)
+        return y
+
+    def slot_bytes(self, slot: int) -> np.ndarray:
+        """The bytes of a slot as they are now, for tests: uint8, a copy."""
+        self._check_slot(slot)
+        return self._slot_bytes(slot).copy()
+
+    def _slot_bytes(self, slot: int) -> np.ndarray:
+        start = self._slots_at + slot * self._stride
+        return self._arena[start : start + self._stride]
+
+    def _check_slot(self, slot: int) -> None:
+        _require(0 <= slot < len(self._slot_state), f"slot {slot} of {len(self._slot_state)}")
+
+    # ---- failures and time -------------------------------------------------------------------------------
+
+    def _begin(self, operation: str, *details: Any) -> None:
+        """Record an operation, and let it fail where it was told to."""
+        with self._lock:
+            self.calls.append((operation, *details))
+            self._count[operation] += 1
+            self._count["die"] += 1
+            if ("die", self._count["die"]) in self._fail:
+                self._lost = True
+            failed = (operation, self._count[operation]) in self._fail
+        self._refuse_if_lost()
+        if failed:
+            n = self._count[operation]
+            raise DeviceError(f"{self.name}: {operation} number {n} was told to fail", _KIND.get(operation, "launch"))
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost:
+            raise DeviceError(f"{self.name} is lost", "lost")
+
+    def _seconds(self, n_bytes: int) -> float:
+        return (self.latency_us or 0.0) * 1e-6 + (n_bytes / (self.gb_s * 1e9) if self.gb_s else 0.0)
+
+    def _finish_at(self, n_bytes: int) -> float:
+        """When work on so many bytes is done: after what was started before it, as on one stream."""
+        self._idle_at = max(self._idle_at, time.perf_counter()) + self._seconds(n_bytes)
+        return self._idle_at
+
+
+def _wait_until(deadline: float) -> None:
+    left = deadline - time.perf_counter()
+    if left > _SPIN_S:
+        time.sleep(left - _SPIN_S)
+    while time.perf_counter() < deadline:
+        pass
+
+
+# ---- arithmetic on bytes of the arena ------------------------------------------------------------------
+
+
+def _check_rows(rows: np.ndarray, cols: int, name: str) -> None:
+    fits = rows.dtype == np.float32 and rows.ndim == 2 and len(rows) > 0 and rows.shape[1] == cols
+    _require(fits, f"{name}: rows are {rows.dtype} {rows.shape}, not float32 (T, {cols})")
+
+
+def _slab_parts(slab: SlabSpec) -> tuple[_Part, ...]:
+    hidden, inner = slab.hidden_size, slab.intermediate_size
+    return (
+        _Part(slab.gate_offset, slab.format, inner, hidden),
+        _Part(slab.up_offset, slab.format, inner, hidden),
+        _Part(slab.down_offset, slab.format, hidden, inner),
+    )
+
+
+def _matmul(data: np.ndarray, part: _Part, x: np.ndarray) -> np.ndarray:
+    if not FORMATS[part.format].is_blocks:
+        return kernels.dense(_row_major(data, part), x)
+    return _product(data, part, kernels.quantize(x))
+
+
+def _ffn(data: np.ndarray, parts: tuple[_Part, ...], x: np.ndarray) -> np.ndarray:
+    gate, up, down = parts
+    if not FORMATS[gate.format].is_blocks:
+        h = kernels.silu_mul(_matmul(data, gate, x), _matmul(data, up, x))
+    else:
+        acts = kernels.quantize(x)
+        h = kernels.silu_mul(_product(data, gate, acts), _product(data, up, acts))
+    return _matmul(data, down, h)
+
+
+def _product(data: np.ndarray, part: _Part, acts: tuple[np.ndarray, ...]) -> np.ndarray:
+    q, scale, sums, _ = acts
+    multiply = kernels.gemv if q.shape[1] == 1 else kernels.gemm
+    return np.ascontiguousarray(multiply(data[part.offset :], part.format, part.rows, part.cols, q, scale, sums))
+
+
+def _row_major(data: np.ndarray, part: _Part) -> np.ndarray:
+    n_bytes = matrix_layout(part.format, part.rows, part.cols).used_bytes
+    return data[part.offset : part.offset + n_bytes].view(_STORED[part.format]).reshape(part.rows, part.cols)
