@@ -122,6 +122,7 @@ class ExpertsOn:
         if again:  # slots are numbered anew, so the CPU's part is done again with the failed ones in it
             runner.shared_external = shared is not None
             runner.run(self.op, self.op + 1)
+        runner.shared_external = False  # the next layer's shared expert may be the CPU's, inside a longer run
         if answers:
             expert_y = np.asarray(runner.buffer("expert_y"))
             slot_of = np.asarray(runner.buffer("slot_of"))
