@@ -37,8 +37,8 @@ class Mutation:
     tests: tuple[str, ...]
 
 
-KERNELS = ("tests/_core",)
 LAYERS = ("tests/engine/test_layers_vs_reference.py",)
+KERNELS = ("tests/_core", *LAYERS)  # the first that notices is named, and should be a test of the kernel itself
 
 MUTATIONS = (
     Mutation(
@@ -87,8 +87,8 @@ MUTATIONS = (
 
 
 def copy_repository(target: Path) -> None:
-    """Sources, tests and what is built, with their times: only what an edit touches is built again."""
-    skip = shutil.ignore_patterns(".git", "__pycache__", ".hypothesis", "dist", "*.egg-info")
+    """Sources, tests and built modules, with their times: only what an edit touches is built again."""
+    skip = shutil.ignore_patterns(".git", ".venv", "build", "dist", "__pycache__", ".hypothesis", "*.egg-info")
     shutil.copytree(ROOT, target, ignore=skip, symlinks=True)
 
 

@@ -8,7 +8,7 @@ It trades no clarity for speed and refuses nothing: checks of input belong to co
 Three facts make the vectorised forms exact, and are used throughout:
 
 * a sum that starts at +0 can never become -0 (round to nearest), so adding +0 or -0 for an absent term changes nothing;
-* an integer dot product over 128 columns stays below 2^24, so float32 BLAS computes it exactly, in any order, fused or not;
+* an integer dot product over 128 columns stays below 2^24, so float32 BLAS has it exactly, in any order, fused or not;
 * x * 1.0 is x.
 """
 

@@ -29,6 +29,7 @@ LEVEL = {
     "tier": 4,
     "engine": 4,
     "model": 5,
+    "placing": 5,
     "server": 6,
     "cli": 7,
 }
@@ -104,6 +105,25 @@ def arrows() -> dict[str, set[str]]:
     for path in sources():
         found.setdefault(room_of(path), set()).update(room_imports(path))
     return found
+
+
+def test_import_finder_sees_every_form(tmp_path, monkeypatch):
+    """Absolute, relative, late and type-only imports of Python, and imports and cimports of Cython, are all found."""
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    folder = tmp_path / "coli" / "engine"
+    folder.mkdir(parents=True)
+    python, cython = folder / "a.py", folder / "b.pyx"
+    python.write_text(
+        "import coli.model\nfrom coli import log\nfrom . import c\nfrom ..tier.heat import d\n"
+        "def f():\n    from coli.cli.main import e\nif TYPE_CHECKING:\n    from coli.server.app import g\n"
+    )
+    cython.write_text(
+        "cimport numpy\nfrom coli._core.kernels cimport (table,\n    other)\nfrom ..log import x\nimport a, b\n"
+    )
+    assert python_imports(python) == {
+        "coli.model", "coli.log", "coli.engine.c", "coli.tier.heat.d", "coli.cli.main.e", "coli.server.app.g",
+    }  # fmt: skip
+    assert cython_imports(cython) == {"numpy", "coli._core.kernels.table", "coli.log.x", "a", "b"}
 
 
 def test_rooms_of_the_package_are_those_of_the_architecture_page():

@@ -8,19 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference as ref
+from conftest import FIXTURES, assert_same_bits, bits
 
 F32 = np.float32
-FIXTURES = Path(__file__).parent / "data" / "fixtures"
 FORMATS = ("i8_row", "i8_group", "i4_row", "i4_group")
-
-
-def bits(x) -> np.ndarray:
-    return np.ascontiguousarray(x, F32).view(np.uint32)
-
-
-def assert_same_bits(found, expected) -> None:
-    np.testing.assert_array_equal(bits(found), bits(expected))
-
 
 # ---------------------------------------------------------------- the model against transformers
 

@@ -1,0 +1,47 @@
+"""Which matrix lies on which device, and why: pure functions of facts.
+
+    components, geometry, sizes    what can be moved, and its bytes
+    facts, speeds                  what is known of the machine
+    grammar                        COLI_PLACE
+    price, bytesauto               bytes saved a token, and the placement that saves most
+    cost, timesearch, timeauto     the time of a token, and the placement that takes least
+    homes                          which device an expert is at home on
+    fixed, plan                    lists and off; the plan
+    table, report                  the sums, the lines
+
+No file is opened and no device is asked here, and of coli only ``coli.errors`` is imported.
+"""
+
+from coli.errors import PlacementError
+from coli.placement.components import Component, ModelShape
+from coli.placement.decision import Decision
+from coli.placement.facts import CpuFacts, DeviceFacts, default_reserve_bytes, device_label
+from coli.placement.grammar import PlaceItem, PlaceList, Segment, parse
+from coli.placement.plan import Alternative, Plan, plan
+from coli.placement.report import place_lines
+from coli.placement.speeds import Probe, Speed, Speeds
+from coli.placement.table import BudgetTable, budget_table
+
+__all__ = [
+    "Alternative",
+    "BudgetTable",
+    "Component",
+    "CpuFacts",
+    "Decision",
+    "DeviceFacts",
+    "ModelShape",
+    "PlaceItem",
+    "PlaceList",
+    "PlacementError",
+    "Plan",
+    "Probe",
+    "Segment",
+    "Speed",
+    "Speeds",
+    "budget_table",
+    "default_reserve_bytes",
+    "device_label",
+    "parse",
+    "place_lines",
+    "plan",
+]

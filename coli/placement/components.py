@@ -1,7 +1,7 @@
 """What a plan can move: the dense components of a model, its experts, and what a context costs.
 
-A ``ModelShape`` is plain numbers; it can be written by hand, made from a ``config.json`` or from a container's
-manifest (both as dicts: this module opens no file).  Invariant: its components are distinct, of known names, of
+A ``ModelShape`` is plain numbers; it can be written by hand, made from a ``config.json`` (a dict: this module opens
+no file) or from a container that someone else has opened.  Invariant: its components are distinct, of known names, of
 at least one byte each, and stand in the order in which they are offered.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
-from coli.errors import ModelError, PlacementError
+from coli.errors import PlacementError
 from coli.placement.geometry import Geometry
-from coli.placement.sizes import FORMATS, LAYOUTS, matrix_bytes, slab_bytes
+from coli.placement.sizes import LAYOUTS, matrix_bytes, slab_bytes
 
 # The order of the offers: a kind is offered layer by layer before the next kind begins.
 COMPONENTS = ("lmhead", "dnproj", "dnout", "attnproj", "shexp")
@@ -152,42 +152,48 @@ class ModelShape:
         experts = _format_of("expert_bits", expert_bits, geometry)
         slot = slab_bytes(geometry.hidden_size, geometry.moe_intermediate_size, experts, layout)
         shared = slab_bytes(geometry.hidden_size, geometry.shared_expert_intermediate_size, trunk, layout)
-        components = geometry.components(lambda _, rows, cols: matrix_bytes(rows, cols, trunk, layout), shared)
-        kv_number_bytes = 4 if trunk_bits == 16 else 2  # numerics.md, section 2
-        slot = slot if expert_bytes is None else expert_bytes
-        return cls._from_geometry(geometry, components, slot, kv_number_bytes, cpu_bytes_ratio)
+        return cls._from_geometry(
+            geometry,
+            geometry.components(lambda rows, cols: matrix_bytes(rows, cols, trunk, layout), shared),
+            slot if expert_bytes is None else expert_bytes,
+            kv_number_bytes=4 if trunk_bits == 16 else 2,  # docs/numerics.md, section 2
+            rest_bytes=geometry.rest_bytes,
+            cpu_bytes_ratio=cpu_bytes_ratio,
+        )
 
     @classmethod
-    def from_manifest(cls, manifest: dict[str, Any], config: dict[str, Any]) -> ModelShape:
-        """The shape of a container, from its ``coli.json`` and ``config.json`` as dicts.
-
-        Raises ModelError naming the field that is missing or not understood.
-        """
-        geometry = Geometry.from_dict(config)
-        try:
-            matrices, trunk = manifest["matrices"], manifest["trunk_format"]
-            slot = manifest["experts"]["stride_bytes"]
-            kv_number_bytes = {"float16": 2, "float32": 4}[manifest["kv_dtype"]]
-        except (KeyError, TypeError) as error:
-            raise ModelError(f"coli.json: {error} is missing or not understood; convert the model again") from None
-
-        def size(tensor: str, rows: int, cols: int) -> int:
-            # A tied 16-bit container has no lm_head of its own; the embedding's bytes serve.
-            number_format = matrices.get(tensor, {}).get("format", trunk)
-            if number_format not in FORMATS:
-                raise ModelError(f"coli.json: {tensor} has format {number_format!r}; known are {', '.join(FORMATS)}")
-            return matrix_bytes(rows, cols, number_format)
-
-        shared_format = matrices.get("layers.0.mlp.shared_expert", {}).get("format", trunk)
-        shared = slab_bytes(geometry.hidden_size, geometry.shared_expert_intermediate_size, shared_format)
-        return cls._from_geometry(geometry, geometry.components(size, shared), slot, kv_number_bytes, 1.0)
+    def from_container(cls, container: Any) -> ModelShape:
+        """The shape of an opened ``coli.container.reader.Container``: its tensors' own bytes; no weight is read."""
+        sizes: dict[tuple[str, int | None], int] = {}
+        for name, tensor in container.tensors.items():
+            component = tensor.entry.component
+            if component in COMPONENTS:
+                key = component, None if component == "lmhead" else int(name.split(".")[1])  # layers.N.rest
+                sizes[key] = sizes.get(key, 0) + tensor.place.n_bytes
+        # The head of a tied 16-bit container is its embedding.
+        sizes.setdefault(("lmhead", None), container.tensors["embed_tokens"].place.n_bytes)
+        read = container.bytes_read_per_token()
+        return cls._from_geometry(
+            Geometry.from_config(container.config),
+            [(name, layer, n_bytes) for (name, layer), n_bytes in sizes.items()],
+            container.manifest.experts["stride_bytes"],
+            kv_number_bytes={"float16": 2, "float32": 4}[container.manifest.kv_dtype],
+            rest_bytes=sum(n for name, n in read.items() if name not in (*COMPONENTS, "experts")),
+        )
 
     @classmethod
     def _from_geometry(
-        cls, geometry: Geometry, components: list, expert_bytes: int, kv_number_bytes: int, cpu_bytes_ratio: float
+        cls,
+        geometry: Geometry,
+        components: Iterable[tuple[str, int | None, int]],
+        expert_bytes: int,
+        *,
+        kv_number_bytes: int,
+        rest_bytes: int,
+        cpu_bytes_ratio: float = 1.0,
     ) -> ModelShape:
         return cls(
-            tuple(components),
+            tuple(Component(*item) for item in components),
             layers=geometry.num_hidden_layers,
             n_experts=geometry.num_experts,
             topk=geometry.num_experts_per_tok,
@@ -195,7 +201,7 @@ class ModelShape:
             cpu_bytes_ratio=cpu_bytes_ratio,
             kv_bytes_per_position=geometry.kv_bytes_per_position(kv_number_bytes),
             state_bytes=geometry.state_bytes,
-            rest_bytes=geometry.rest_bytes,
+            rest_bytes=rest_bytes,
             max_context=geometry.max_position_embeddings,
         )
 

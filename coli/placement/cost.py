@@ -9,156 +9,181 @@ and recurrent state lie on the host.  This module prices a placement; it chooses
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from coli.placement.components import Component, ModelShape
+from coli.placement.homes import ON_CPU, Owners
 from coli.placement.price import Expert
 from coli.placement.speeds import Probe
 
-# attnproj is two steps, with the attention itself between them on the CPU.
+# attnproj is two steps: the attention itself, on the CPU, stands between its matrices.
 _STEPS = {"lmhead": 1, "dnproj": 1, "dnout": 1, "attnproj": 2, "shexp": 1}
+
+_ROOT_2 = math.sqrt(2)
+_ROOT_2_PI = math.sqrt(2 * math.pi)
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Microseconds of a token by part: a component's name, "experts" (shared expert included), "rest", "context"."""
 
-    us: dict[str, float]
+    us: Mapping[str, float]
 
     @property
     def ms_per_token(self) -> float:
         """The whole token."""
         return sum(self.us.values()) / 1e3
 
-    @property
-    def tok_s(self) -> float:
-        """Tokens a second."""
-        return 1e3 / self.ms_per_token
 
+class Share(NamedTuple):
+    """The experts of one layer that one executor holds, as moments of how many of them a token chooses.
 
-class Share:
-    """The experts of one layer that one executor holds: moments of how many of them a token chooses."""
+    log_none : logarithm of the probability that it chooses not one.
+    """
 
-    __slots__ = ("mean", "none", "variance")
-
-    def __init__(self) -> None:
-        self.mean = 0.0
-        self.variance = 0.0
-        self.none = 1.0  # the probability that the token chooses none of them
-
-    def add(self, p: float) -> None:
-        """One more expert, chosen with probability ``p``."""
-        self.mean += p
-        self.variance += p * (1 - p)
-        self.none *= 1 - p
+    mean: float = 0.0
+    variance: float = 0.0
+    log_none: float = 0.0
 
 
 class CostModel:
     """Prices placements of one model on one machine.
 
+    ranked : all experts, hottest first.
     context : positions that a sequence may reach; the keys and values of half of them are read.
     """
 
-    def __init__(self, shape: ModelShape, speeds: Probe, context: int = 0) -> None:
+    def __init__(self, shape: ModelShape, speeds: Probe, ranked: Sequence[Expert], context: int = 0) -> None:
         self.shape = shape
         self.speeds = speeds
-        self._context = context
-        self._slot_us = [device.experts.transfer_us(shape.expert_bytes) for device in speeds.devices]
-        self._cpu_expert_us = speeds.cpu.experts.transfer_us(shape.cpu_expert_bytes)
+        self.ranked = ranked
+        self.slot_us = [device.experts.transfer_us(shape.expert_bytes) for device in speeds.devices]
+        self.cpu_expert_us = speeds.cpu.experts.transfer_us(shape.cpu_expert_bytes)
+        # What no placement changes: small matrices, keys and values, the recurrent state, read and written.
+        matrix = speeds.cpu.matrix
+        context_bytes = shape.kv_bytes(context) / 2 + 2 * shape.state_bytes
+        self.constant_us = {
+            "rest": matrix.transfer_us(shape.rest_bytes),
+            "context": matrix.transfer_us(context_bytes),
+        }
+        self.moments = [(e.p, e.p * (1 - e.p), math.log1p(-min(e.p, 1 - 1e-12))) for e in ranked]
+        self.totals = {layer: Share() for layer in shape.expert_layers}
+        for expert, (p, variance, log_none) in zip(ranked, self.moments, strict=True):
+            total = self.totals[expert.layer]
+            self.totals[expert.layer] = Share(total[0] + p, total[1] + variance, total[2] + log_none)
+        self._shexp = {item.layer: item for item in shape.components if item.name == "shexp"}
 
     def component_us(self, item: Component, device: int | None) -> float:
         """A component by itself on a device, or on the CPU (None)."""
-        steps = _STEPS[item.name]
         speed = (self.speeds.cpu if device is None else self.speeds.devices[device]).matrix
-        return steps * speed.latency_us + speed.transfer_us(item.bytes)
+        return _STEPS[item.name] * speed.latency_us + speed.transfer_us(item.bytes)
 
-    def experts_us(self, on_cpu: Share, on_device: Sequence[Share | None], shexp: Component | None,
-                   shexp_device: int | None) -> float:  # fmt: skip
+    def slowness(self, device: int) -> float:
+        """How many times as long as the CPU a device reads, round trips apart: of matrices and experts the better."""
+        one, cpu = self.speeds.devices[device], self.speeds.cpu
+        return min(cpu.matrix.gb_s / one.matrix.gb_s, self.slot_us[device] / (self.cpu_expert_us or 1.0))
+
+    def moe_us(self, total: Share, shares: Sequence[Share], shexp: Component | None, shexp_device: int | None) -> float:
         """Routed experts and shared expert of one layer: the mean of the slowest executor.
 
-        A shared expert on a card that also has experts goes in their round trip; on the CPU it comes before the misses.
+        total : all experts of the layer.   shares : each device's; what they lack of the total is the CPU's.
+        A shared expert on a card that has experts of the layer shares their round trip.
         """
-        means, variances, scales = [], [], []
-        cpu_us = on_cpu.mean * self._cpu_expert_us + self.speeds.cpu.experts.latency_us * (1 - on_cpu.none)
+        missed, missed_variance = total.mean, total.variance
+        for share in shares:
+            missed -= share.mean
+            missed_variance -= share.variance
+        missed = max(missed, 0.0)
+        cpu_us = missed * self.cpu_expert_us + min(missed, 1.0) * self.speeds.cpu.experts.latency_us
         if shexp is not None and shexp_device is None:
             cpu_us += self.component_us(shexp, None)
-        means.append(cpu_us)
-        variances.append(on_cpu.variance)
-        scales.append(self._cpu_expert_us)
-        for device, share in enumerate(on_device):
-            here = shexp is not None and shexp_device == device
-            if share is None and not here:
-                continue
-            speeds = self.speeds.devices[device]
-            us = 0.0
-            if here:
+        means, variances, scales = [cpu_us], [max(missed_variance, 0.0)], [self.cpu_expert_us]
+        for device, share in enumerate(shares):
+            us = share.mean * self.slot_us[device]
+            if shexp is not None and shexp_device == device:
                 us += self.component_us(shexp, device)
-            if share is not None:
-                us += share.mean * self._slot_us[device]
-                us += 0.0 if here else speeds.experts.latency_us * (1 - share.none)
+            elif share.mean:
+                us -= self.speeds.devices[device].experts.latency_us * math.expm1(share.log_none)
+            else:
+                continue
             means.append(us)
-            variances.append(0.0 if share is None else share.variance)
-            scales.append(self._slot_us[device])
+            variances.append(share.variance)
+            scales.append(self.slot_us[device])
         return mean_of_max(means, variances, scales)
 
-    def predict(self, device_of: dict[tuple[str, int | None], int], homes: Sequence[Sequence[Expert]],
-                residents: Sequence[int]) -> Prediction:  # fmt: skip
+    def predict(self, device_of: Mapping[tuple[str, int | None], int], owners: Owners) -> Prediction:
         """A whole token.
 
-        device_of : (component, layer) -> device, for those not on the CPU.
-        homes : experts of each device, hottest first; the first ``residents`` of each are in VRAM.
+        device_of : (component, layer) -> device, for those not on the CPU.   owners : who holds each expert.
         """
         us: dict[str, float] = {}
-        shexp = {}
         for item in self.shape.components:
-            device = device_of.get((item.name, item.layer))
-            if item.name == "shexp":
-                shexp[item.layer] = (item, device)
-            else:
-                us[item.name] = us.get(item.name, 0.0) + self.component_us(item, device)
-        us["experts"] = self._all_experts_us(shexp, homes, residents)
-        cpu = self.speeds.cpu.matrix
-        us["rest"] = cpu.transfer_us(self.shape.rest_bytes)
-        # The recurrent state is read and written.
-        us["context"] = cpu.transfer_us(self.shape.kv_bytes(self._context) / 2 + 2 * self.shape.state_bytes)
-        return Prediction(us)
+            if item.name != "shexp":
+                cost_us = self.component_us(item, device_of.get((item.name, item.layer)))
+                us[item.name] = us.get(item.name, 0.0) + cost_us
+        us["experts"] = 0.0
+        sums = {layer: self._no_shares() for layer in (*self.totals, *self._shexp)}
+        for expert, owner, moments in zip(self.ranked, owners, self.moments, strict=True):
+            if owner != ON_CPU:
+                _add(sums[expert.layer][owner], moments)
+        for layer, held in sums.items():
+            us["experts"] += self._held_us(layer, held, device_of)
+        return Prediction(us | self.constant_us)
 
-    def _all_experts_us(self, shexp: dict, homes: Sequence[Sequence[Expert]], residents: Sequence[int]) -> float:
-        on_cpu = {layer: Share() for layer in (*self.shape.expert_layers, *shexp)}
-        on_device: dict[int, list[Share | None]] = {layer: [None] * len(homes) for layer in on_cpu}
-        for device, (home, count) in enumerate(zip(homes, residents, strict=True)):
-            for n, expert in enumerate(home):
-                if n >= count:
-                    on_cpu[expert.layer].add(expert.p)
-                    continue
-                shares = on_device[expert.layer]
-                if shares[device] is None:
-                    shares[device] = Share()
-                shares[device].add(expert.p)
-        return sum(
-            self.experts_us(on_cpu[layer], on_device[layer], *shexp.get(layer, (None, None))) for layer in on_cpu
-        )
+    def layer_us(
+        self, layer: int, owners: Owners, ranks: Iterable[int], device_of: Mapping[tuple[str, int | None], int]
+    ) -> float:
+        """One layer's experts.   ranks : where they stand among all."""
+        sums = self._no_shares()
+        for rank in ranks:
+            if owners[rank] != ON_CPU:
+                _add(sums[owners[rank]], self.moments[rank])
+        return self._held_us(layer, sums, device_of)
+
+    def _no_shares(self) -> list[list[float]]:
+        return [[0.0, 0.0, 0.0] for _ in self.speeds.devices]
+
+    def _held_us(
+        self, layer: int, held: list[list[float]], device_of: Mapping[tuple[str, int | None], int]
+    ) -> float:
+        total = self.totals.get(layer, Share())
+        shares = [Share(*sums) for sums in held]
+        return self.moe_us(total, shares, self._shexp.get(layer), device_of.get(("shexp", layer)))
+
+
+def _add(sums: list[float], moments: tuple[float, float, float]) -> None:
+    sums[0] += moments[0]
+    sums[1] += moments[1]
+    sums[2] += moments[2]
 
 
 def mean_of_max(means: Sequence[float], variances: Sequence[float], scales: Sequence[float]) -> float:
-    """The mean of the maximum of ``means[i] + scales[i] * (n[i] - its mean)``.
+    """The mean of ``max(means[i] + scales[i] * (n[i] - mean of n[i]))``.
 
-    n[i] are counts with the given variances that always add up to the same number (the experts that a token chooses).
-    Taken as jointly normal; two at a time, by C. E. Clark, The greatest of a finite set of random variables (1961).
+    n[i] are counts with these variances whose sum is fixed (the experts that a token chooses), taken as jointly
+    normal; the maximum of two at a time after C. E. Clark, The greatest of a finite set of random variables (1961).
     """
     spread = sum(variances)
-    size = len(means)
-    covariance = [
-        [
-            scales[i] * scales[j] * ((variances[i] if i == j else 0.0) - (variances[i] * variances[j] / spread if spread else 0.0))
-            for j in range(size)
-        ]
-        for i in range(size)
-    ]  # fmt: skip
-    mean, row = means[0], covariance[0]
-    for k in range(1, size):
-        other, other_row = means[k], covariance[k]
-        gap = math.sqrt(max(row[0 if k == 1 else -1] + other_row[k] - 2 * row[k], 0.0))
-        raise NotImplementedError
+    root = math.sqrt(spread)
+    # Counts with a fixed sum: cov(i, j) = -v_i v_j / spread, so one number each says how all covary.
+    shared = [scale * v / root if root else 0.0 for scale, v in zip(scales, variances, strict=True)]
+    mean, variance, covaries = means[0], scales[0] ** 2 * variances[0] - shared[0] ** 2, shared[0]
+    for k in range(1, len(means)):
+        other, other_variance = means[k], scales[k] ** 2 * variances[k] - shared[k] ** 2
+        square_gap = variance + other_variance + 2 * covaries * shared[k]
+        gap = math.sqrt(square_gap) if square_gap > 0 else 0.0
+        if abs(mean - other) >= 8 * gap:  # the larger one, but for less than 1e-15
+            if other > mean:
+                mean, variance, covaries = other, other_variance, shared[k]
+            continue
+        ahead = (mean - other) / gap
+        wins = 0.5 * math.erfc(-ahead / _ROOT_2)
+        density = gap * math.exp(-ahead * ahead / 2) / _ROOT_2_PI
+        square = (mean * mean + variance) * wins + (other * other + other_variance) * (1 - wins)
+        square += (mean + other) * density
+        mean = mean * wins + other * (1 - wins) + density
+        variance = max(square - mean * mean, 0.0)
+        covaries = covaries * wins + shared[k] * (1 - wins)
     return mean

@@ -12,7 +12,8 @@ PLACED = "placed"
 NO_ROOM = "no room"
 EXPERTS_WORTH_MORE = "experts worth more"
 WITHHELD = "withheld"
-SLOWER = "slower"
+SLOWER = "slower there"
+NO_GAIN = "no gain"
 LISTED = "listed"
 NOT_LISTED = "not listed"
 OFF = "off"
@@ -28,6 +29,7 @@ class Decision:
     experts_per_byte : bytes saved that the experts lose (or would lose), for each byte; the component's own is 1.
     displaced : how many of that device's experts these are.
     room_before, room_after : bytes left on ``asked`` before and after.
+    cpu_us, device_us : what it takes alone on the CPU and on ``asked``; None where bytes decided.
     """
 
     component: str
@@ -40,6 +42,8 @@ class Decision:
     displaced: int = 0
     room_before: int = 0
     room_after: int = 0
+    cpu_us: float | None = None
+    device_us: float | None = None
 
     @classmethod
     def on_cpu(cls, item: Component, reason: str) -> Decision:

@@ -40,6 +40,29 @@ class DeviceFacts:
         _check_speed(self.name, "gb_s", self.gb_s, zero=False)
         _check_speed(self.name, "latency_us", self.latency_us, zero=True)
 
+    @classmethod
+    def from_device(cls, device: Any, vram: int | str = "auto", *, speeds: bool = False) -> DeviceFacts:
+        """The facts of a ``coli.devices`` device, which is asked once, here.
+
+        vram : bytes of it that may be taken, or "auto" for what is free less the default reserve.
+        speeds : ask for its speed too, which a card may have to measure.
+        """
+        free_bytes = device.free_bytes()
+        runtime_bytes = getattr(device, "runtime_bytes", 0)
+        reserve_bytes = default_reserve_bytes(free_bytes)
+        if vram != "auto":
+            reserve_bytes = max(0, free_bytes - runtime_bytes - vram)
+        return cls(
+            device.name,
+            free_bytes,
+            reserve_bytes=reserve_bytes,
+            runtime_bytes=runtime_bytes,
+            uuid=device.uuid,
+            pci_bus_id=device.pci_bus_id,
+            gb_s=getattr(device, "gb_s", None) if speeds else None,
+            latency_us=getattr(device, "latency_us", None) if speeds else None,
+        )
+
     @property
     def allowance_bytes(self) -> int:
         """What a plan may use for components and experts."""

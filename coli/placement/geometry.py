@@ -66,6 +66,11 @@ class Geometry:
         stored = next((_STORED[dtype] for dtype in dtypes if dtype in _STORED), "bf16")
         return cls(_layer_types(text, numbers["num_hidden_layers"]), stored, **numbers)
 
+    @classmethod
+    def from_config(cls, config: Any) -> Geometry:
+        """The same of a ``coli.config.ModelConfig``, whose fields have these names and are checked."""
+        return cls(stored="bf16", **{f.name: getattr(config, f.name) for f in fields(cls) if f.name != "stored"})
+
     @property
     def linear_layers(self) -> int:
         """How many layers are Gated DeltaNet."""
@@ -77,23 +82,20 @@ class Geometry:
         return self.layer_types.count(_FULL)
 
     def components(
-        self, size: Callable[[str, int, int], int], shared_expert_bytes: int
+        self, size: Callable[[int, int], int], shared_expert_bytes: int
     ) -> list[tuple[str, int | None, int]]:
-        """(name, layer, bytes) of every movable component; ``size(tensor, rows, cols)`` gives a matrix's bytes."""
+        """(name, layer, bytes) of every movable component; ``size(rows, cols)`` gives a matrix's bytes."""
         hidden = self.hidden_size
         attention_dim = self.num_attention_heads * self.head_dim
-        made: list[tuple[str, int | None, int]] = [("lmhead", None, size("lm_head", self.vocab_size, hidden))]
+        # q_proj has rows for the query and for its gate.
+        qkv_rows = 2 * attention_dim + 2 * self.num_key_value_heads * self.head_dim
+        made: list[tuple[str, int | None, int]] = [("lmhead", None, size(self.vocab_size, hidden))]
         for i, kind in enumerate(self.layer_types):
-            at = f"layers.{i}."
             if kind == _LINEAR:
-                qkvz_rows = self._conv_channels + self._value_dim
-                made.append(("dnproj", i, size(at + "linear_attn.in_proj_qkvz", qkvz_rows, hidden)))
-                made.append(("dnout", i, size(at + "linear_attn.out_proj", hidden, self._value_dim)))
+                made.append(("dnproj", i, size(self._conv_channels + self._value_dim, hidden)))
+                made.append(("dnout", i, size(hidden, self._value_dim)))
             else:
-                # q_proj has rows for the query and for its gate.
-                qkv_rows = 2 * attention_dim + 2 * self.num_key_value_heads * self.head_dim
-                qkv_bytes = size(at + "self_attn.qkv_proj", qkv_rows, hidden)
-                made.append(("attnproj", i, qkv_bytes + size(at + "self_attn.o_proj", hidden, attention_dim)))
+                made.append(("attnproj", i, size(qkv_rows, hidden) + size(hidden, attention_dim)))
             made.append(("shexp", i, shared_expert_bytes))
         return made
 

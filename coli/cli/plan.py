@@ -1,0 +1,170 @@
+"""``coli plan``: what would lie where, and why.  Needs no GPU and no weights.
+
+Reads the files that a plan is made of (a config.json or a container, a heat file), asks ``coli.placement``, and shows
+what it answers; decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from coli import settings
+from coli.errors import ModelError, RequestError
+from coli.log import logger
+from coli.placement import (
+    CpuFacts,
+    DeviceFacts,
+    ModelShape,
+    Plan,
+    budget_table,
+    default_reserve_bytes,
+    place_lines,
+    plan,
+)
+
+HELP = "Show what would lie on which device, and why, with sums that add up. Needs no GPU and no weights."
+
+_DEVICE_FORM = 'NAME=FREE[:GBPS[:LATENCY_US]], such as "RTX 3070=7.5GiB:448:10"'
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a container folder, a Hugging Face folder, a config.json, or demo")
+    parser.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help=f"plan for this card, and none of this machine's; may be repeated: {_DEVICE_FORM}; FREE as 8GiB or bytes",
+    )
+    parser.add_argument(
+        "--cpu", metavar="GBPS", help="what the CPU's memory bus gives, in GB/s: with all speeds known, times are predicted"
+    )
+    for name in ("place", "devices", "vram", "heat", "context"):
+        setting = settings.BY_NAME[name]
+        parser.add_argument(setting.flag, metavar=name.upper(), help=setting.reason.replace("%", "%%"))
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of its table")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="a line for each component, and each alternative with its speed"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The ``[place]`` lines go to standard error, the table (or JSON) to standard output."""
+    shape = read_shape(args.model)
+    cpu = None if args.cpu is None else CpuFacts(_number("--cpu", args.cpu, "GB/s, such as 40"))
+    made = plan(
+        shape,
+        _devices(args.device, args.devices, args.vram, speeds=cpu is not None),
+        place=settings.get("place", args.place),
+        heat=read_heat(args.heat, shape),
+        cpu=cpu,
+        context=_context(args.context, shape),
+    )
+    log = logger("place")
+    for line in place_lines(made, each=args.verbose):
+        log.info(line)
+    print(json.dumps({"model": args.model} | made.to_dict(), indent=1) if args.json else _text(made))
+    return 0
+
+
+def read_shape(model: str) -> ModelShape:
+    """The shape of what MODEL names, from its small files: a checkpoint's is that of its container in default formats.
+
+    Raises ModelError naming the file and the field.
+    """
+    from coli.config import read_json_object
+    from coli.container.reader import Container
+    from coli.convert.resolve import find_model, is_container
+
+    path = Path(model).expanduser()
+    if not path.is_file():
+        path = find_model(model)
+        if is_container(path):
+            with Container.open(path) as container:
+                return ModelShape.from_container(container)
+        path = path / "config.json"
+    try:
+        return ModelShape.from_config(read_json_object(path))
+    except ModelError as error:
+        # The shape knows no file: its messages begin with what it calls every one of them.
+        raise ModelError(str(error).replace("config.json: ", f"{path}: ", 1)) from None
+
+
+def read_heat(flag: str | None, shape: ModelShape) -> list[list[float]] | None:
+    """Counts [layer][expert]; None for no heat.
+
+    A file that is named by the flag has to be this model's heat; one from the environment is warned about.
+    """
+    name = settings.get("heat", flag)
+    if name is None:
+        return None
+    from coli.tier import heatfile
+
+    wanted = heatfile.HeatShape(shape.layers, shape.n_experts, shape.topk)
+    by_hand = flag is not None
+    counts = heatfile.read_heat(name, wanted) if by_hand else heatfile.HeatFile(name, wanted, by_hand=False).counts
+    return None if counts is None else counts.tolist()
+
+
+def parse_device(text: str) -> DeviceFacts:
+    """One ``--device``, with the default reserve.  The name may hold anything, ``=`` and ``:`` too."""
+    name, equals, spec = text.rpartition("=")
+    free, *speeds = spec.split(":")
+    if not equals or not name or len(speeds) > 2:
+        raise RequestError(f"--device {text!r}: expected {_DEVICE_FORM}", param="device")
+    try:
+        free_bytes = settings.parse_bytes(free)
+    except ValueError as error:
+        raise RequestError(f"--device {text!r}: FREE is {free!r}; expected {error}", param="device") from None
+    what = ("GBPS, such as 448", "LATENCY_US, such as 10")
+    numbers = [_number(f"--device {text!r}", *pair) for pair in zip(speeds, what, strict=False)] + [None, None]
+    return DeviceFacts(
+        name, free_bytes, reserve_bytes=default_reserve_bytes(free_bytes), gb_s=numbers[0], latency_us=numbers[1]
+    )
+
+
+def _devices(given: Sequence[str], devices: str | None, vram: str | None, *, speeds: bool) -> list[DeviceFacts]:
+    """The cards to plan for: those that are described, else this machine's."""
+    if given:
+        for flag, value in (("--devices", devices), ("--vram", vram)):
+            if value is not None:
+                raise RequestError(f"{flag} is about this machine's cards, --device describes others: use one of them")
+        return [parse_device(text) for text in given]
+    from coli.devices.choose import choose_devices
+
+    allowed = settings.get("vram", vram)
+    chosen = choose_devices(settings.get("devices", devices))
+    try:
+        return [DeviceFacts.from_device(device, allowed, speeds=speeds) for device in chosen]
+    finally:
+        for device in chosen:
+            device.close()
+
+
+def _context(flag: str | None, shape: ModelShape) -> int:
+    """The context as ``coli run`` would have it: the default ends at the model's own limit, what is asked for does not."""
+    context = settings.resolve("context", flag)
+    if context.source == "default" and shape.max_context is not None:
+        return min(context.value, shape.max_context)
+    return context.value
+
+
+def _number(source: str, text: str, expected: str) -> float:
+    if not _NUMBER.fullmatch(text) or not float(text) < 1e9:
+        raise RequestError(f"{source}: {text!r} is not a number; expected {expected}")
+    return float(text)
+
+
+def _text(made: Plan) -> str:
+    sides = [f"cpu {made.cpu_bytes_per_token / 1e6:,.1f} MB"]
+    sides += [f"device {i} {n_bytes / 1e6:,.1f} MB" for i, n_bytes in enumerate(made.device_bytes_per_token)]
+    lines = [str(budget_table(made)), f"read for a token: {', '.join(sides)}"]
+    if made.predicted_ms_per_token is not None:
+        ms = made.predicted_ms_per_token
+        lines.append(f"predicted: {ms:.2f} ms a token, {1e3 / ms:.1f} tok/s")
+    return "\n".join(lines)

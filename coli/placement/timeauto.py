@@ -1,0 +1,106 @@
+"""Automatic placement in time: whatever the cost model predicts to be fastest.
+
+It knows what bytes cannot: a card slower than the CPU, the round trip that a small matrix costs, two unequal cards of
+which the slower paces every layer.  The candidates hold every plan that it must not lose to: nothing on a device,
+experts alone, the best plan in bytes, each card by itself, experts on one card and trunk on another; besides, what a
+search finds for the sets of cards that may hold experts.  All are priced by the same model, layer by layer, and the
+fastest is the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+from coli.placement.bytesauto import bytes_auto
+from coli.placement.cost import CostModel
+from coli.placement.decision import NO_DEVICE, NO_GAIN, NO_ROOM, PLACED, SLOWER, Decision
+from coli.placement.homes import BY_ROOM
+from coli.placement.timecandidate import Ground, TimedCandidate
+from coli.placement.timepolish import polished
+from coli.placement.timesearch import AverageLayer, Search, State
+
+# How many of the searches, the best by their first pass, are finished and priced; how many candidates are polished.
+_SEARCHES = 6
+_POLISHED = 4
+
+
+def time_auto(model: CostModel, rooms: Sequence[int]) -> list[TimedCandidate]:
+    """The candidates, the fastest first; of equals the simpler, which is found earlier."""
+    made = _candidates(Ground(model, rooms, tuple(range(len(rooms)))), AverageLayer(model))
+    return sorted(made, key=lambda one: one.ms)
+
+
+def _candidates(ground: Ground, layer: AverageLayer) -> list[TimedCandidate]:
+    """All of a ground; those of each of its devices by itself are among them."""
+    devices = ground.devices
+    made = [ground.priced("nothing on a device", {}, (), BY_ROOM)]
+    if not devices:
+        return made
+    if len(devices) > 1:
+        for device in devices:
+            made += _candidates(Ground(ground.model, ground.rooms, (device,)), layer)[1:]
+    name = "" if len(devices) == len(ground.rooms) else f"device {devices[0]}: "
+    made.append(ground.priced(f"{name}off", {}, devices, BY_ROOM))
+    by_bytes = bytes_auto(ground.model.shape, [ground.rooms[i] for i in devices], ground.model.ranked)[0]
+    device_of = {(d.component, d.layer): devices[d.device] for d in by_bytes.decisions if d.device is not None}
+    made.append(ground.priced(f"{name}bytes", device_of, devices, BY_ROOM))
+    made += _searched(ground, layer)
+    # From different expert cards, or all would end in one place.
+    starts: dict[tuple, TimedCandidate] = {}
+    for one in sorted(made, key=lambda one: one.ms):
+        starts.setdefault((one.experts, one.dealing), one)
+    for start in list(starts.values())[:_POLISHED]:
+        end = polished(ground, start)
+        if end is not start:
+            made.append(end)
+    return made
+
+
+def _searched(ground: Ground, layer: AverageLayer) -> Iterator[TimedCandidate]:
+    """Experts on one card and trunk on another, for all such pairs; and the best of all cards together."""
+
+    def finished(search: Search, state: State) -> TimedCandidate:
+        search.improve(state)
+        label = _label(search.trunk, search.experts, search.dealing)
+        return ground.priced(label, search.assignment(state), search.experts, search.dealing)
+
+    for experts, trunk in permutations(ground.fit, 2):
+        search = Search(ground.model, layer, ground.rooms, (trunk,), (experts,), BY_ROOM)
+        yield finished(search, search.greedy())
+    begun = []
+    for experts in ground.expert_sets():
+        state = None
+        for dealing in ground.dealings(experts):
+            search = Search(ground.model, layer, ground.rooms, ground.fit, experts, dealing)
+            state = search.greedy() if state is None else state
+            begun.append((search.us(state), len(begun), search, state))
+    for _, _, search, state in sorted(begun)[:_SEARCHES]:
+        yield finished(search, [list(held) for held in state])
+
+
+def _label(trunk: tuple[int, ...], experts: tuple[int, ...], dealing: str) -> str:
+    def names(devices: tuple[int, ...]) -> str:
+        return "+".join(str(device) for device in devices) or "the CPU"
+
+    return f"trunk on {names(trunk)}, experts on {names(experts)}" + ("" if dealing == BY_ROOM else f" {dealing}")
+
+
+def decisions_of(model: CostModel, rooms: Sequence[int], chosen: TimedCandidate) -> tuple[Decision, ...]:
+    """The verdicts of a candidate, with what each component takes alone on the CPU and on its device (or the best)."""
+    left = list(rooms)
+    decisions = []
+    for item in model.shape.components:
+        device = chosen.device_of.get((item.name, item.layer))
+        cpu_us = model.component_us(item, None)
+        us, asked = min(((model.component_us(item, i), i) for i in range(len(rooms))), default=(cpu_us, None))
+        if device is not None:
+            before, left[device] = left[device], left[device] - item.bytes
+            us = model.component_us(item, device)
+            decisions.append(Decision(*item, device, PLACED, device, 0.0, 0, before, left[device], cpu_us, us))
+        elif asked is None:
+            decisions.append(Decision.on_cpu(item, NO_DEVICE))
+        else:
+            reason = SLOWER if us >= cpu_us else NO_ROOM if item.bytes > rooms[asked] else NO_GAIN
+            decisions.append(Decision(*item, None, reason, asked, 0.0, 0, left[asked], left[asked], cpu_us, us))
+    return tuple(decisions)
