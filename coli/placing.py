@@ -69,8 +69,10 @@ class Placed:
         return [f"{self.tier.summary()}; trunk in VRAM apart: {trunk}"]
 
     def close(self) -> None:
-        """Save heat, end uploads, give the devices back."""
+        """Say what the tier did, save heat, end uploads, give the devices back."""
         if self.tier is not None:
+            for line in self.summary():
+                logger("tier").info(line)
             self.tier.close()
         for device in self.devices:
             device.close()

@@ -167,22 +167,40 @@ def test_copy_is_independent(engine_of):
     assert second.ids == original.ids and copy.ids != original.ids
 
 
-def test_weights_are_read_once_a_chunk(engine_of):
-    """A prefill of T tokens reads the trunk once and each chosen expert once a layer, not T times."""
-    engine = engine_of("tiny-random", threads=2)
-    engine.session().prefill([1])
-    before = engine.stats()["weight_bytes_read"]
-    engine.session().prefill([1])
-    one = engine.stats()["weight_bytes_read"] - before
-    ids = np.random.default_rng(0).integers(0, 256, 200)
+def _used(layout) -> int:
+    return layout.n_blocks * layout.block_bytes
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_weights_are_read_once_a_chunk(engine_of, threads):
+    """T tokens read each trunk matrix ceil(T / chunk) times, each chosen expert once a chunk, and nothing else."""
+    from coli.engine.trace import trace
+
+    engine = engine_of("tiny-random", threads=threads)
+    ids = np.random.default_rng(0).integers(0, 256, 2 * PREFILL_CHUNK + 100)
+    chosen = trace(engine, ids)["router_idx"]  # (L, T, k)
     before = engine.stats()["weight_bytes_read"]
     engine.session().prefill(ids)
-    many = engine.stats()["weight_bytes_read"] - before
-    experts = engine.container.slabs("layers.0.mlp.experts")
-    all_experts = experts.count * experts.stride_bytes * engine.config.num_hidden_layers
-    chosen = engine.config.num_experts_per_tok * experts.stride_bytes * engine.config.num_hidden_layers
-    assert len(ids) <= PREFILL_CHUNK
-    assert many <= one - chosen + all_experts  # 200 tokens choose every expert of 8 in every layer
+    read = engine.stats()["weight_bytes_read"] - before
+    container, expected, chunks = engine.container, 0, 3
+    for layer, kind in enumerate(engine.config.layer_types):
+        p = f"layers.{layer}."
+        names = ["mlp.gate", "mlp.shared_expert_gate"]
+        names += (
+            ["self_attn.qkv_proj", "self_attn.o_proj"]
+            if kind == "full_attention"
+            else ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"]
+        )
+        expected += chunks * sum(_used(container.matrix(p + name)) for name in names)
+        for slabs, times in (
+            (container.slabs(p + "mlp.shared_expert"), chunks),
+            (
+                container.slabs(p + "mlp.experts"),
+                sum(len(np.unique(chosen[layer, at : at + PREFILL_CHUNK])) for at in range(0, len(ids), PREFILL_CHUNK)),
+            ),
+        ):
+            expected += times * sum(_used(getattr(slabs, part)) for part in ("gate", "up", "down"))
+    assert read == expected + _used(container.matrix("lm_head"))
 
 
 def test_context_longer_prompt_is_refused(engine_of):
