@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from coli import settings
 from coli.devices.base import Device, DeviceError, MatrixSpec, SlabSpec
 from coli.engine.program import Program
@@ -101,8 +103,10 @@ def place_model(
     heat_file = _heat_file(container, heat, bool(found))
     counts = heat_file.counts.tolist() if heat_file is not None and heat_file.counts is not None else None
     if not found:
-        if wanted not in ("auto", "auto:bytes", "auto:time", "off"):
-            plan(shape, [], place=wanted, heat=counts, context=engine.context)  # refuses what names a device
+        # refuses a list that names a device, and a context that this machine cannot hold
+        by_time = wanted == "auto:time"  # which needs speeds to choose by, and there is nothing to choose
+        cpu = CpuFacts(free_bytes=psutil.virtual_memory().available)
+        plan(shape, [], place="auto" if by_time else wanted, heat=counts, cpu=cpu, context=engine.context)
         return Placed(None, [], engine.program, None)
     placing = _Placing(container, engine, shape, found, wanted, allowance, counts)
     try:
@@ -177,9 +181,8 @@ class _Placing:
         return made
 
     def decide(self, facts: list[DeviceFacts]) -> Plan:
-        made = plan(
-            self.shape, facts, place=self.place, heat=self.counts, cpu=CpuFacts(), context=self.engine.context
-        )
+        cpu = CpuFacts(free_bytes=psutil.virtual_memory().available)
+        made = plan(self.shape, facts, place=self.place, heat=self.counts, cpu=cpu, context=self.engine.context)
         for line in place_lines(made):
             _log.info(line)
         return made

@@ -33,7 +33,9 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a container folder, a Hugging Face folder, a config.json, or demo")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a container folder, a Hugging Face folder, a config.json, or demo"
+    )
     parser.add_argument(
         "--device",
         action="append",
@@ -42,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"plan for this card, and none of this machine's; may be repeated: {_DEVICE_FORM}; FREE as 8GiB or bytes",
     )
     parser.add_argument(
-        "--cpu", metavar="GBPS", help="what the CPU's memory bus gives, in GB/s: with all speeds known, times are predicted"
+        "--cpu",
+        metavar="GBPS",
+        help="what the CPU's memory bus gives, in GB/s: with all speeds known, times are predicted",
     )
     for name in ("place", "devices", "vram", "heat", "context"):
         setting = settings.BY_NAME[name]
@@ -147,7 +151,7 @@ def _devices(given: Sequence[str], devices: str | None, vram: str | None, *, spe
 
 
 def _context(flag: str | None, shape: ModelShape) -> int:
-    """The context as ``coli run`` would have it: the default ends at the model's own limit, what is asked for does not."""
+    """The context as ``coli run`` has it: the default, but not what is asked for, ends at the model's own limit."""
     context = settings.resolve("context", flag)
     if context.source == "default" and shape.max_context is not None:
         return min(context.value, shape.max_context)

@@ -4,7 +4,9 @@
     facts, speeds                  what is known of the machine
     grammar                        COLI_PLACE
     price, bytesauto               bytes saved a token, and the placement that saves most
-    cost, timesearch, timeauto     the time of a token, and the placement that takes least
+    cost                           the time of a token
+    timeauto                       the placement that takes least: timecandidate (what is compared), timesearch (on an
+                                   average layer), timepolish (layer by layer)
     homes                          which device an expert is at home on
     fixed, plan                    lists and off; the plan
     table, report                  the sums, the lines

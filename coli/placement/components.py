@@ -104,7 +104,9 @@ class ModelShape:
 
     def _check_layer(self, owner: str, layer: Any) -> None:
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.layers:
-            raise PlacementError(f"ModelShape: {owner} has layer {layer!r}; the model has layers 0 to {self.layers - 1}")
+            raise PlacementError(
+                f"ModelShape: {owner} has layer {layer!r}; the model has layers 0 to {self.layers - 1}"
+            )
 
     @property
     def expert_count(self) -> int:

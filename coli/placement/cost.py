@@ -145,9 +145,7 @@ class CostModel:
     def _no_shares(self) -> list[list[float]]:
         return [[0.0, 0.0, 0.0] for _ in self.speeds.devices]
 
-    def _held_us(
-        self, layer: int, held: list[list[float]], device_of: Mapping[tuple[str, int | None], int]
-    ) -> float:
+    def _held_us(self, layer: int, held: list[list[float]], device_of: Mapping[tuple[str, int | None], int]) -> float:
         total = self.totals.get(layer, Share())
         shares = [Share(*sums) for sums in held]
         return self.moe_us(total, shares, self._shexp.get(layer), device_of.get(("shexp", layer)))

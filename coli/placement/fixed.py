@@ -27,7 +27,9 @@ def decide_list(shape: ModelShape, devices: Sequence[DeviceFacts], place: PlaceL
         for device in item.devices:
             if device >= len(devices):
                 known = ", ".join(device_label(i, facts) for i, facts in enumerate(devices)) or "none"
-                raise PlacementError(f"COLI_PLACE: item '{item}': there is no device {device}; devices: {known}; {LEGAL_FORMS}")
+                raise PlacementError(
+                    f"COLI_PLACE: item '{item}': there is no device {device}; devices: {known}; {LEGAL_FORMS}"
+                )
     left = [device.allowance_bytes for device in devices]
     decisions = []
     for item in shape.components:

@@ -132,7 +132,9 @@ class Geometry:
 def _check_model_type(found: Any) -> None:
     if found is not None and found not in _MODEL_TYPES:
         near = difflib.get_close_matches(str(found), _MODEL_TYPES, 1, 0.0)[0]
-        raise ModelError(f"config.json: model_type is {found!r}; coli knows {', '.join(_MODEL_TYPES)} (nearest: {near})")
+        raise ModelError(
+            f"config.json: model_type is {found!r}; coli knows {', '.join(_MODEL_TYPES)} (nearest: {near})"
+        )
 
 
 def _positive(key: str, value: Any, default: int) -> int:

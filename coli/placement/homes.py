@@ -26,7 +26,7 @@ def slots_of(budgets: Sequence[int], slot_bytes: int, allowed: Collection[int]) 
 
 
 def owners_by_room(n_experts: int, slots: Sequence[int]) -> Owners:
-    """The hottest experts there is room for, dealt in proportion to the slots: each device gets its share of every heat.
+    """The hottest that there is room for, dealt in proportion to the slots: each device gets its share of every heat.
 
     Where one device can hold all, it does: a second one would only add a round trip to every layer.
     """

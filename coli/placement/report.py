@@ -46,7 +46,9 @@ def _headline(plan: Plan) -> str:
         return f"{plan.place}: {chosen.label} saves {chosen.saved_bytes / 1e6:,.1f} MB/token{rivals}"
     if plan.label in ("list", "off"):
         (auto,) = others
-        return f"{plan.place}: {chosen.ms_per_token:.2f} ms/token, obeyed; {auto.label} would take {auto.ms_per_token:.2f}"
+        return (
+            f"{plan.place}: {chosen.ms_per_token:.2f} ms/token, obeyed; {auto.label} would take {auto.ms_per_token:.2f}"
+        )
     # The nearest, the best with fewer cards (what the split gains), and those that everyone asks about.
     fewer = next((other for other in others if len(other.devices) < len(chosen.devices)), None)
     others = [o for i, o in enumerate(others) if i == 0 or o is fewer or o.label in ("off", "bytes")]
@@ -135,7 +137,9 @@ def _why_none(plan: Plan, device: int) -> str:
         return f"an expert takes {plan.shape.expert_bytes / _MIB:,.1f} MiB"
     if plan.label == "list":
         return "as listed"
-    return "left out: no token would be faster with it" if plan.prediction else "no experts"
+    if plan.placed_bytes[device]:
+        return "no token would be faster with experts there"
+    return "left out, as no token would be faster with anything on it"
 
 
 def _bytes_per_token(plan: Plan) -> str:

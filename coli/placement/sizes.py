@@ -32,7 +32,7 @@ def matrix_bytes(rows: int, cols: int, number_format: str, layout: str = "r16") 
 
 
 def slab_bytes(hidden_size: int, intermediate_size: int, number_format: str, layout: str = "r16") -> int:
-    """Bytes of one expert: gate and up of (intermediate_size, hidden_size), down of (hidden_size, intermediate_size)."""
+    """Bytes of one expert: gate and up are (intermediate_size, hidden_size), down (hidden_size, intermediate_size)."""
     gate = matrix_bytes(intermediate_size, hidden_size, number_format, layout)
     return 2 * gate + matrix_bytes(hidden_size, intermediate_size, number_format, layout)
 

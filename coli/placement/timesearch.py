@@ -17,7 +17,7 @@ from coli.placement.homes import BY_ROOM, BY_SPEED, slots_of
 State = list[list[int]]  # for each group of alike components, how many are on each device
 
 _NOISE = 1e-9  # relative; what is gained has to be more than sums in another order
-_ROUNDS = 100  # of improvement; a bound against cycling in the noise, never seen to bind (bench/place.py)
+_ROUNDS = 100  # of improvement; a bound against cycling in the noise, far above what small and large models took
 
 
 class AverageLayer:
@@ -26,7 +26,9 @@ class AverageLayer:
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self.n_layers = len(model.totals)
-        self._prefix = [list(accumulate(column, initial=0.0)) for column in zip(*model.moments, strict=True)] or [[0.0]] * 3
+        # Of the hottest n: means, variances and log_nones added up.
+        columns = zip(*model.moments, strict=True) if model.moments else ((), (), ())
+        self._prefix = [list(accumulate(column, initial=0.0)) for column in columns]
         self._total = self._share(len(model.ranked), 1.0)
 
     def _share(self, hottest: int, fraction: float) -> Share:
@@ -185,6 +187,7 @@ class Search:
         return us
 
     def _changes(self, state: State) -> Iterator[list[tuple[int, int, int]]]:
+        """All moves, then pairs of them in two groups: of one component, or of many to or from the CPU."""
         moves = list(self._moves(state))
         yield from moves
         small = [move for move in moves if abs(move[0][2]) == 1 or len(move) == 1]
@@ -206,7 +209,7 @@ class Search:
                         yield change + ([(g, target, some)] if target is not None else [])
 
     def assignment(self, state: State) -> dict[tuple[str, int | None], int]:
-        """(component, layer) -> device: runs of layers in device order, so that neighbours in a layer lie on one device."""
+        """(component, layer) -> device, in runs of layers: so the matrices of a layer mostly lie on one device."""
         placed = {}
         for items, held in zip(self._groups, state, strict=True):
             waiting = iter(items)

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -103,7 +104,10 @@ def test_plan_of_a_converted_fixture_equals_the_plan_of_its_config(run, make_con
     """What convert would write is what it wrote: a config.json gives the container's sizes."""
     folder = make_container("tiny-random")
     sizes = [
-        [(d["component"], d["layer"], d["bytes"]) for d in json.loads(run(path, "--device", "a=1MiB", "--json")[1])["decisions"]]
+        [
+            (d["component"], d["layer"], d["bytes"])
+            for d in json.loads(run(path, "--device", "a=1MiB", "--json")[1])["decisions"]
+        ]
         for path in (folder, folder / "config.json")
     ]
     assert sizes[0] == sizes[1]
@@ -150,10 +154,12 @@ def test_c05_the_context_is_part_of_the_plan(run, config):
     for context in (4096, 32768, 131072, 262144):
         found = json.loads(run(config, "--device", SMALL, "--context", context, "--json")[1])
         host = {row["line"]: row["bytes"] for row in found["host"]}
-        grown.append((host[f"keys and values, {context:,} positions"], host["recurrent state, one sequence"], found["budgets"]))
+        grown.append(
+            (host[f"keys and values, {context:,} positions"], host["recurrent state, one sequence"], found["budgets"])
+        )
     assert [20480 * n for n in (4096, 32768, 131072, 262144)] == [kv for kv, _, _ in grown]
     assert 1 == len({state for _, state, _ in grown})
-    assert all(later[2] <= earlier[2] for earlier, later in zip(grown, grown[1:], strict=False))
+    assert all(later[2] <= earlier[2] for earlier, later in pairwise(grown))
     status, _, err = run(config, "--device", SMALL, "--context", 262145)
     assert (2, 1) == (status, len(err.splitlines()))
     assert "the model was made for at most 262,144" in err
@@ -170,7 +176,20 @@ def test_device_name_may_hold_what_its_spec_holds():
 
 
 @pytest.mark.parametrize(
-    "spec", ["8GiB", "=8GiB", "a=", "a=8GX", "a=-1", "a=8GiB:", "a=8GiB:fast", "a=8GiB:0", "a=8GiB:1:2:3", "a=8GiB:1e3", "a=1:-4"]
+    "spec",
+    [
+        "8GiB",
+        "=8GiB",
+        "a=",
+        "a=8GX",
+        "a=-1",
+        "a=8GiB:",
+        "a=8GiB:fast",
+        "a=8GiB:0",
+        "a=8GiB:1:2:3",
+        "a=8GiB:1e3",
+        "a=1:-4",
+    ],
 )
 def test_device_that_is_not_one_is_one_line(run, config, spec):
     """A malformed --device is named, with the form."""
@@ -222,7 +241,9 @@ def test_heat_file_orders_the_experts(run, config, tmp_path):
     assert warm < cold / 3
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"layers": 39}', '{"layers": 40, "experts": 256, "top_k": 8, "counts": []}'])
+@pytest.mark.parametrize(
+    "content", [None, "{", '{"layers": 39}', '{"layers": 40, "experts": 256, "top_k": 8, "counts": []}']
+)
 def test_heat_named_by_hand_has_to_be_right_and_from_the_environment_is_warned_about(
     run, config, tmp_path, monkeypatch, content
 ):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from coli.placement import DeviceFacts, ModelShape
 
 MIB = 1 << 20
+
+# Of property tests: a busy machine is no finding.
+LAW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # The fields of Qwen3.6-35B-A3B that sizes follow from; the rest of its config.json is of no interest here.
 QWEN36_35B = {

@@ -178,7 +178,7 @@ def test_from_config_of_the_fixtures_reads_both_layouts(name):
 
 
 def test_from_container_sums_the_tensors_own_bytes():
-    """A container's components are its tensors' bytes, matrices of one component together; a tied head its embedding."""
+    """Components are their tensors' own bytes, matrices of one component together; a tied head is its embedding."""
 
     def tensor(component: str, n_bytes: int) -> SimpleNamespace:
         return SimpleNamespace(entry=SimpleNamespace(component=component), place=SimpleNamespace(n_bytes=n_bytes))
@@ -195,7 +195,14 @@ def test_from_container_sums_the_tensors_own_bytes():
             "layers.3.mlp.gate": tensor("router", 11),
         },
         manifest=SimpleNamespace(experts={"stride_bytes": 500}, kv_dtype="float32"),
-        bytes_read_per_token=lambda: {"lmhead": 999, "dnproj": 100, "attnproj": 77, "experts": 1000, "router": 11, "embed": 96},
+        bytes_read_per_token=lambda: {
+            "lmhead": 999,
+            "dnproj": 100,
+            "attnproj": 77,
+            "experts": 1000,
+            "router": 11,
+            "embed": 96,
+        },
     )
     model = ModelShape.from_container(container)
     assert {"lmhead": 999, "dnproj 0": 100, "attnproj 3": 77} == {item.label: item.bytes for item in model.components}

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from coli.errors import PlacementError
 from coli.placement import DeviceFacts, ModelShape, plan
-from placement.examples import MIB, QWEN36_35B, cards, machines, model_shapes, place_lists, shape
+from placement.examples import LAW, MIB, QWEN36_35B, cards, machines, model_shapes, place_lists, shape
 
 
 def test_list_for_a_device_that_is_not_there_names_it():
     """The error has the item, the device and those that there are."""
-    with pytest.raises(PlacementError, match=r"'dnproj=0:2\+2:2': there is no device 2; devices: 0 \(card 0\), 1 \(card 1\)"):
+    with pytest.raises(
+        PlacementError, match=r"'dnproj=0:2\+2:2': there is no device 2; devices: 0 \(card 0\), 1 \(card 1\)"
+    ):
         plan(shape(10, 2, 6), cards(64, 64), place="lmhead=1,dnproj=0:2+2:2")
     with pytest.raises(PlacementError, match=r"'experts=3': there is no device 3"):
         plan(shape(10, 2, 6), cards(64), place="experts=3")
@@ -57,6 +59,7 @@ def test_list_may_fill_a_card_to_the_last_byte():
     assert [0] == made.budgets == made.residents
 
 
+@LAW
 @given(data=st.data(), model=model_shapes(), devices=machines())
 def test_list_that_is_refused_names_a_change_that_is_not(data, model, devices):
     """The change that a refusal offers is legal and fits."""

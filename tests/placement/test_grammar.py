@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coli.errors import PlacementError
 from coli.placement import DeviceFacts, parse, plan
-from placement.examples import place_lists, shape
+from placement.examples import LAW, place_lists, shape
 
 # The text, and the item that its error has to name (as repr), or another part of the message.
 MALFORMED = [
@@ -112,7 +112,13 @@ def test_parse_all_layers_may_be_named_exactly():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("lmhead=0", (0, 1, 2)), ("experts=all", (0, 1, 2)), ("experts=cpu", ()), ("experts=2", (2,)), ("experts=2+0", (0, 2))],
+    [
+        ("lmhead=0", (0, 1, 2)),
+        ("experts=all", (0, 1, 2)),
+        ("experts=cpu", ()),
+        ("experts=2", (2,)),
+        ("experts=2+0", (0, 2)),
+    ],
 )
 def test_parse_experts_fill_every_card_unless_named(text, expected):
     """Unnamed experts, or all, go to every card."""
@@ -124,6 +130,7 @@ def test_parse_lmhead_has_no_layer_and_takes_its_first_segment():
     assert 1 == parse("lmhead=1:20+0:20", 40).device_of("lmhead", None)
 
 
+@LAW
 @given(data=st.data(), layers=st.integers(1, 50), n_devices=st.integers(0, 12))
 def test_parse_of_what_a_list_prints_is_the_list(data, layers, n_devices):
     """str() of a list parses back to itself, and is the text that was read."""
@@ -133,6 +140,7 @@ def test_parse_of_what_a_list_prints_is_the_list(data, layers, n_devices):
     assert listed == parse(str(listed), layers)
 
 
+@LAW
 @given(text=st.text(alphabet="lmheadnprojxs=0123456789:+,cpu "), layers=st.integers(1, 40))
 def test_parse_of_any_text_is_a_list_or_a_placement_error(text, layers):
     """Nothing else comes out of the parser, and what comes out prints as it was written."""

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from coli.placement.homes import ON_CPU, homes_of, owners_by_room, slots_of
 from coli.placement.price import rank_experts
-from placement.examples import shape
+from placement.examples import LAW, shape
 
 
+@LAW
 @given(n=st.integers(0, 60), slots=st.lists(st.integers(0, 30), max_size=4))
 def test_owners_fill_the_slots_with_the_hottest(n, slots):
     """As many of the hottest as there are slots have an owner, and no device more than its slots."""

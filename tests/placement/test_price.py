@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coli.errors import PlacementError
 from coli.placement import DeviceFacts, ModelShape, plan
 from coli.placement.price import ValueCurve, deal, rank_experts
-from placement.examples import QWEN36_35B, shape, skewed_heat
+from placement.examples import LAW, QWEN36_35B, shape, skewed_heat
 
 
 def test_rank_without_heat_is_even_and_spreads_over_the_layers():
@@ -71,6 +71,7 @@ def test_curve_fills_from_the_hottest_and_the_last_pro_rata():
     assert 0.0 == curve.loss(600, 300), "room that no expert would use is free"
 
 
+@LAW
 @given(
     p=st.lists(st.floats(0, 1), max_size=20).map(lambda p: sorted(p, reverse=True)),
     slot=st.integers(1, 50),
@@ -85,6 +86,7 @@ def test_curve_is_concave(p, slot, rooms):
         assert curve.loss(large, taken) <= curve.loss(small, taken) + 1e-9
 
 
+@LAW
 @given(weights=st.lists(st.integers(0, 40), min_size=1, max_size=5), more=st.integers(0, 60))
 def test_deal_gives_every_hand_its_weight_first(weights, more):
     """The first sum(weights) cards fill every hand exactly; a weight of 0 gets none while another has some."""

@@ -34,7 +34,9 @@ def plans() -> dict[str, Plan]:
         "auto in bytes, lmhead withheld": plan(tight, cards(125)),
         "auto in bytes, hot experts": plan(shape(4, 0.5, 6, n_experts=48, topk=32, expert_layers=1), cards(16)),
         "auto in time, two cards": plan(model, [RTX, QUADRO], heat=heat, cpu=CpuFacts(40)),
-        "auto in time, a slow card": plan(model, [DeviceFacts("M10", 24 << 30, gb_s=13, latency_us=30)], cpu=CpuFacts(40)),
+        "auto in time, a slow card": plan(
+            model, [DeviceFacts("M10", 24 << 30, gb_s=13, latency_us=30)], cpu=CpuFacts(40)
+        ),
         "a list": plan(model, [RTX, QUADRO], place=listed),
         "a list, with speeds": plan(model, [RTX, QUADRO], place=listed, cpu=CpuFacts(40)),
         "off": plan(model, [RTX], place="off"),
@@ -61,7 +63,9 @@ def test_place_lines_name_every_component_once_with_its_device(each):
         if each:
             (line,) = (line for line in lines if line.startswith(f"dnproj {layer} "))
             assert f"-> {made.place_of('dnproj', layer)} (card" in line
-    assert {"dnproj 0-1,3,5 -> 1 (card 1)", "dnproj 2,4 -> 0 (card 0)"} <= {line.partition("  ")[0] for line in lines} or each
+    assert {"dnproj 0-1,3,5 -> 1 (card 1)", "dnproj 2,4 -> 0 (card 0)"} <= {
+        line.partition("  ")[0] for line in lines
+    } or each
     assert all("\n" not in line for line in lines)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from coli.errors import PlacementError
 from coli.placement import DeviceFacts, ModelShape, budget_table, plan
 from coli.placement.table import Column
-from placement.examples import QWEN36_35B, cards, heats, machines, model_shapes, place_lists, shape
+from placement.examples import LAW, QWEN36_35B, cards, heats, machines, model_shapes, place_lists, shape
 
 
 def check(column: Column) -> None:
@@ -22,6 +22,7 @@ def check(column: Column) -> None:
             total += row.bytes
 
 
+@LAW
 @given(data=st.data(), model=model_shapes(), devices=machines())
 def test_table_adds_up(data, model, devices):
     """Whatever is planned: free less what is held, placed and resident is what is left."""

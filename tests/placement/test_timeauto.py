@@ -119,6 +119,30 @@ def test_time_auto_is_near_the_enumerated_optimum_for_200_seeds():
     assert found[-1] <= 1.10
 
 
+def test_time_auto_moves_single_experts_where_layers_are_few():
+    """In a small model, no way to deal all experts is as good as moving single ones at the end."""
+    assert gaps(range(6, 7))[-1] < 0.97
+
+
+def test_time_auto_looks_at_what_it_must_not_lose_to():
+    """Nothing, off, bytes, each card by itself, and each pair of expert card and trunk card are among the candidates."""
+    model, devices, cpu, heat = instance(0)
+    made = time_auto(cost_model(model, devices, cpu, heat), [device.allowance_bytes for device in devices])
+    labels = {one.label for one in made}
+    assert 2 == len(devices)
+    assert labels >= {
+        "nothing on a device",
+        "off",
+        "bytes",
+        "device 0: off",
+        "device 1: bytes",
+        "trunk on 0, experts on 0",
+        "trunk on 0, experts on 1",
+        "trunk on 1, experts on 0",
+    }
+    assert [one.ms for one in made] == sorted(one.ms for one in made)
+
+
 def rivals(model: ModelShape, devices: list[DeviceFacts], cpu: CpuFacts, heat: list[list[int]]) -> dict[str, Plan]:
     """Every plan that auto must not lose to.  A single card's plan is made for a machine that has no other."""
     made = {name: plan(model, devices, cpu=cpu, heat=heat, place=name, context=0) for name in ("off", "auto:bytes")}
@@ -262,7 +286,10 @@ def test_time_auto_leaves_a_card_slower_than_the_cpu_out():
 def test_time_auto_leaves_a_slow_card_out_beside_a_fast_one():
     """A second card that only slows every layer is not used."""
     model = ModelShape.from_config(QWEN36_35B)
-    pair = [DeviceFacts("fast", 30 * GIB, gb_s=1790, latency_us=10), DeviceFacts("slow", 24 * GIB, gb_s=13, latency_us=30)]
+    pair = [
+        DeviceFacts("fast", 30 * GIB, gb_s=1790, latency_us=10),
+        DeviceFacts("slow", 24 * GIB, gb_s=13, latency_us=30),
+    ]
     made = plan(model, pair, cpu=CpuFacts(40))
     assert {0} == set(made.device_of.values())
     assert 0 == made.residents[1]
@@ -285,7 +312,9 @@ def test_time_auto_of_the_sources_unequal_pair():
     rooms = [int(6.5 * GIB), int(6.5 * GIB)]
     cards = [DeviceFacts("RTX 3070", rooms[0]), DeviceFacts("Quadro RTX 4000", rooms[1])]
     # The second card's expert groups take several times as long, which gates every layer.
-    probe = Probe(Speeds(Speed(30), Speed(25)), (Speeds(Speed(400, 25), Speed(250, 30)), Speeds(Speed(330, 35), Speed(50, 90))))
+    probe = Probe(
+        Speeds(Speed(30), Speed(25)), (Speeds(Speed(400, 25), Speed(250, 30)), Speeds(Speed(330, 35), Speed(50, 90)))
+    )
     heat = skewed_heat(40, 256, 7, 1.2)
 
     def ms(place: str) -> float:
@@ -319,4 +348,6 @@ def test_time_auto_never_exceeds_a_budget():
             placed = sum(item.bytes for item in model.components if made.place_of(item.name, item.layer) == i)
             assert device.allowance_bytes == placed + made.budgets[i]
             assert 0 <= made.residents[i] * model.expert_bytes <= made.budgets[i]
-        assert model.expert_count == len({(e.layer, e.index) for home in made.homes for e in home}) or not any(made.residents)
+        assert model.expert_count == len({(e.layer, e.index) for home in made.homes for e in home}) or not any(
+            made.residents
+        )
