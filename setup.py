@@ -91,6 +91,7 @@ extensions = [
     extension("kernels", "simd/dispatch.c"),
     extension("quantize", "src/search.c"),
     extension("step", "src/team.c", "src/step.c"),
+    extension("cudalaunch"),
 ]
 # Threads only help where there is more than one source to compile.
 jobs = int(os.environ.get("COLI_BUILD_JOBS", os.cpu_count() or 1))

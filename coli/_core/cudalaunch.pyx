@@ -4,7 +4,7 @@ Knows no CUDA header and links no CUDA library: the driver's entry points come a
 is the only wheel.  Every code that the driver returns is handed on; what it means is the caller's business.
 """
 
-from libc.stdint cimport int64_t, uint32_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 cdef extern from *:
@@ -37,8 +37,11 @@ cdef extern from *:
     ctypedef int (*coli_graph_launch_fn)(void *graph, void *stream) nogil
     ctypedef int (*coli_stream_query_fn)(void *stream) nogil
 
-NOT_READY = 600
-"""CUDA_ERROR_NOT_READY: what a stream answers while it works."""
+cdef struct Job:  # of contract.cu
+    uint64_t slab
+    int32_t row
+    int32_t out
+
 TIMED_OUT = -1
 """No error and no answer within the limit."""
 SILENT = -2
@@ -85,7 +88,7 @@ cdef class Launcher:
             code = self.stream_query(stream)
             if code == 0:
                 return 0 if coli_flag(flag) == expected else -2
-            if code != 600:
+            if code != 600:  # CUDA_ERROR_NOT_READY: it works
                 return code
             if now - start > self.limit_ns:
                 return -1
@@ -103,18 +106,43 @@ cdef class Launcher:
                 code = self.graph_launch(<void *>graph, <void *>stream)
         return code
 
-    def wait(self, uintptr_t flag, uint32_t expected, uintptr_t stream):
-        """Until the word at ``flag`` is ``expected``: 0, the driver's code, TIMED_OUT or SILENT."""
+    def issue(self, const float[:, :] rows, uintptr_t rows_at, int64_t stride, uintptr_t graph, uintptr_t stream,
+              const int32_t[:] slots, const int32_t[:] rows_of, uint64_t first_slot, uint64_t slot_bytes, int n_slots,
+              uintptr_t jobs):
+        """`start` with a job list: job i is slot ``slots[i]`` applied to row ``rows_of[i]``, answered in row i.
+
+        first_slot, slot_bytes, n_slots : where slots lie, and how many there are; IndexError beyond.   jobs : pinned.
+        """
+        cdef int64_t i
+        cdef Job *job = <Job *>jobs
+        if slots.shape[0] != rows_of.shape[0]:
+            raise ValueError(f"{slots.shape[0]} slots and {rows_of.shape[0]} rows")
+        for i in range(slots.shape[0]):
+            if not (0 <= slots[i] < n_slots and 0 <= rows_of[i] < rows.shape[0]):
+                raise IndexError(f"slot {slots[i]} of {n_slots}, row {rows_of[i]} of {rows.shape[0]}")
+            job[i].slab = first_slot + <uint64_t>slots[i] * slot_bytes
+            job[i].row = rows_of[i]
+            job[i].out = <int32_t>i
+        return self.start(rows, rows_at, stride, graph, stream)
+
+    def take(self, uintptr_t flag, uint32_t expected, uintptr_t stream, uintptr_t answer, float[:, :] out):
+        """Until the word at ``flag`` is ``expected``, then copy (T, n) floats from ``answer`` to ``out``.
+
+        Returns 0, the driver's code, TIMED_OUT or SILENT; nothing is copied where it fails.
+        """
         cdef int code
+        if out.shape[0] and out.strides[1] != sizeof(float):
+            raise ValueError("the values of a row must be contiguous")
         with nogil:
             code = self._wait(<const uint32_t *>flag, expected, <void *>stream)
+            if code == 0:
+                _copy_answer(<const float *>answer, out)
         return code
 
     def call(self, const float[:, :] rows, uintptr_t rows_at, int64_t stride, uintptr_t graph, uintptr_t stream,
              uintptr_t flag, uint32_t expected, uintptr_t answer, float[:, :] out):
-        """`start`, `wait`, then copy (T, n) floats from ``answer`` to ``out``.  Nothing is copied where it fails."""
+        """`start` and `take` in one."""
         cdef int code
-        cdef int64_t i
         if rows.shape[0] and rows.strides[1] != sizeof(float) or out.shape[0] and out.strides[1] != sizeof(float):
             raise ValueError("the values of a row must be contiguous")
         with nogil:
@@ -125,8 +153,7 @@ cdef class Launcher:
             if code == 0:
                 code = self._wait(<const uint32_t *>flag, expected, <void *>stream)
             if code == 0:
-                for i in range(out.shape[0]):
-                    memcpy(&out[i, 0], <const float *>answer + i * out.shape[1], out.shape[1] * sizeof(float))
+                _copy_answer(<const float *>answer, out)
         return code
 
 
@@ -134,3 +161,9 @@ cdef void _copy_rows(const float[:, :] rows, float *to, int64_t stride) noexcept
     cdef int64_t i
     for i in range(rows.shape[0]):
         memcpy(to + i * stride, &rows[i, 0], rows.shape[1] * sizeof(float))
+
+
+cdef void _copy_answer(const float *answer, float[:, :] out) noexcept nogil:
+    cdef int64_t i
+    for i in range(out.shape[0]):
+        memcpy(&out[i, 0], answer + i * out.shape[1], out.shape[1] * sizeof(float))

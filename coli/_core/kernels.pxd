@@ -98,7 +98,10 @@ cdef extern from "walk.h" nogil:
 
 cdef extern from "dispatch.h" nogil:
     int coli_fp_mode_ok()
+    enum:
+        COLI_SELFTEST_STEPS
     const char *coli_selftest(const coli_kernels *k)
+    int coli_selftest_checksums(const coli_kernels *k, uint32_t *out)
 
 
 cdef extern from "bench.h" nogil:

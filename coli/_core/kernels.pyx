@@ -57,6 +57,12 @@ def selftest(isa=None):
     return None if failed == NULL else failed.decode()
 
 
+def selftest_checksums(isa=None):
+    """The checksum of each step of the self-test, for recording them in simd/selftest.h."""
+    cdef uint32_t sums[COLI_SELFTEST_STEPS]
+    return [sums[i] for i in range(coli_selftest_checksums(table(isa), sums))]
+
+
 # ---- arrays -----------------------------------------------------------------------------------------
 
 

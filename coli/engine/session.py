@@ -33,7 +33,7 @@ def choose_isa(name: str | None) -> str:
     runnable = [isa for isa in kernels.available() if isa != "amx"]  # amx is avx512vnni's prefill, not a choice
     if name not in runnable:
         raise BackendError(f"COLI_ISA={name}: this CPU and build run {', '.join(runnable)}; set one of these or none")
-    return kernels.best() if kernels.best() == "amx" and name == "avx512vnni" else name
+    return "amx" if name == "avx512vnni" and kernels.best() == "amx" else name
 
 
 class Session:
@@ -51,6 +51,11 @@ class Session:
     def position(self) -> int:
         """Tokens taken in so far."""
         return self._sequence.position
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the recurrent state and of the K/V allocated so far."""
+        return self._sequence.recurrent_bytes + self._sequence.kv_bytes
 
     def prefill(self, ids: Ids[int]) -> np.ndarray:
         """Take in ids (at least one); return the logits behind the last, float32 (vocab_size,).
@@ -216,7 +221,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """What runs here: kernel path, threads and where they are, context, weight bytes read so far."""
         return {
-            "isa": self._net.isa,
+            "isa": "avx512vnni" if self._net.isa == "amx" else self._net.isa,
+            "amx": self._net.isa == "amx",  # prefill's products; the same bits
             "threads": self.team.n_threads,
             "openmp": step.has_openmp(),
             "thread_map": self.thread_map,

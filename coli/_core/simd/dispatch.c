@@ -4,11 +4,25 @@
 
 #include "bench.h"
 #include "int_scalar.h"
+#include "selftest.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#include "gemm_amx.h"
 #include "int_avx2.h"
 #include "int_avx512vnni.h"
+#include "int_avxvnni.h"
+#elif defined(__aarch64__)
+#include "int_neon.h"
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #endif
 
 /* ---- the float half, compiled once per vector width --------------------------------------------- */
@@ -31,6 +45,12 @@
 #define ISA_LANES 16
 #define ISA_HALF HALF_AVX512
 #include "float_ops.inc"
+#elif defined(__aarch64__)
+#define ISA_NAME neon
+#define ISA_ATTR NEON
+#define ISA_LANES 4
+#define ISA_HALF HALF_NEON
+#include "float_ops.inc"
 #endif
 
 /* ---- the tables ---------------------------------------------------------------------------------- */
@@ -39,8 +59,18 @@ static const coli_kernels table_scalar = {.name = "scalar", COLI_INT_ENTRIES(sca
 
 #if defined(__x86_64__)
 static const coli_kernels table_avx2 = {.name = "avx2", COLI_INT_ENTRIES(avx2), COLI_FLOAT_ENTRIES(avx2)};
+static const coli_kernels table_avxvnni = {.name = "avxvnni", COLI_INT_ENTRIES(avxvnni), COLI_FLOAT_ENTRIES(avx2)};
 static const coli_kernels table_avx512vnni = {
     .name = "avx512vnni", COLI_INT_ENTRIES(avx512vnni), COLI_FLOAT_ENTRIES(avx512vnni)};
+/* AMX is for many tokens at once: the same table with another gemm (the later initialiser counts). */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverride-init"
+static const coli_kernels table_amx = {
+    .name = "amx", COLI_INT_ENTRIES(avx512vnni), COLI_FLOAT_ENTRIES(avx512vnni),
+    .gemm = {gemm_i8_row_amx, gemm_i8_group_amx, gemm_i4_row_amx, gemm_i4_group_amx}};
+#pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+static const coli_kernels table_neon = {.name = "neon", COLI_INT_ENTRIES(neon), COLI_FLOAT_ENTRIES(neon)};
 #endif
 
 /* ---- what this CPU runs --------------------------------------------------------------------------- */
@@ -52,6 +82,20 @@ enum { ALWAYS, HAS_AVX2, HAS_AVXVNNI, HAS_AVX512VNNI, HAS_AMX, HAS_DOTPROD };
 #define XCR0_AVX 0x6u
 #define XCR0_AVX512 0xE6u
 #define XCR0_AMX 0x60000u
+
+/* Linux hands the tile registers out on request, once a process (linux/Documentation/arch/x86/xstate.rst). */
+static int tiles_granted(void)
+{
+#if defined(__linux__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    static int granted = -1;
+    if (granted < 0)
+        granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return granted;
+#else
+    return 0;
+#endif
+}
 
 static uint32_t saved_registers(void)
 {
@@ -81,9 +125,26 @@ static int cpu_has(int feature)
         return avx2 && (a71 & bit_AVXVNNI);
     case HAS_AVX512VNNI:
         return avx512;
+    case HAS_AMX:
+        return avx512 && (d7 & 1u << 24) && (d7 & 1u << 25) && (xcr0 & XCR0_AMX) == XCR0_AMX && tiles_granted();
     default:
         return 0;
     }
+}
+#elif defined(__aarch64__)
+static int cpu_has(int feature)
+{
+    if (feature != HAS_DOTPROD)
+        return 0;
+#if defined(__linux__)
+    return (getauxval(AT_HWCAP) & 1ul << 20) != 0; /* HWCAP_ASIMDDP */
+#elif defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, NULL, 0) == 0 && has;
+#else
+    return 0;
+#endif
 }
 #else
 static int cpu_has(int feature)
@@ -100,8 +161,12 @@ static const struct {
     coli_read_xor_fn read_xor;
 } sets[] = {
 #if defined(__x86_64__)
+    {&table_amx, HAS_AMX, read_xor_avx512vnni},
     {&table_avx512vnni, HAS_AVX512VNNI, read_xor_avx512vnni},
+    {&table_avxvnni, HAS_AVXVNNI, read_xor_avx2},
     {&table_avx2, HAS_AVX2, read_xor_avx2},
+#elif defined(__aarch64__)
+    {&table_neon, HAS_DOTPROD, read_xor_neon},
 #endif
     {&table_scalar, ALWAYS, read_xor_scalar},
 };
@@ -155,5 +220,3 @@ int coli_fp_mode_ok(void)
     return 1;
 #endif
 }
-
-const char *coli_selftest(const coli_kernels *k) { (void)k; return NULL; }

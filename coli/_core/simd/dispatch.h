@@ -12,4 +12,8 @@ int coli_fp_mode_ok(void);
  * the name of the first entry whose bits differ: the build (flags, compiler) breaks the contract. */
 const char *coli_selftest(const coli_kernels *k);
 
+/* The checksums that coli_selftest compares, for recording them; returns how many there are. */
+#define COLI_SELFTEST_STEPS 64
+int coli_selftest_checksums(const coli_kernels *k, uint32_t out[COLI_SELFTEST_STEPS]);
+
 #endif

@@ -10,7 +10,7 @@
 #define AVX2_INLINE AVX2 static inline __attribute__((always_inline))
 
 /* gcc 12 loads a vector twice, reassociates additions and spills; an empty asm pins a value to a register. */
-#define AVX2_PIN(v) __asm__("" : "+x"(v))
+#define AVX2_PIN(v) __asm__ volatile("" : "+x"(v))
 
 AVX2_INLINE __m256i load256(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 AVX2_INLINE void store256(void *p, __m256i v) { _mm256_storeu_si256((__m256i *)p, v); }
@@ -96,6 +96,8 @@ AVX2_INLINE void store_rows_avx2(float *y, __m256 sum, const uint8_t *row_scales
 #define I8_STEP(s)                                                                                               \
     {                                                                                                            \
         __m256i lo = load256(p##s), hi = load256(p##s + 32);                                                     \
+        AVX2_PIN(lo);                                                                                            \
+        AVX2_PIN(hi);                                                                                            \
         COLI_PREFETCH(p##s + AHEAD_BYTES);                                                                       \
         lo = _mm256_madd_epi16(_mm256_maddubs_epi16(abs_x, _mm256_sign_epi8(lo, x)), one);                       \
         hi = _mm256_madd_epi16(_mm256_maddubs_epi16(abs_x, _mm256_sign_epi8(hi, x)), one);                       \
@@ -109,6 +111,8 @@ AVX2_INLINE void store_rows_avx2(float *y, __m256 sum, const uint8_t *row_scales
 #define I4_LINE(k)                                                                                               \
     {                                                                                                            \
         __m256i lo = load256(p + k * LINE), hi = load256(p + k * LINE + 32);                                     \
+        AVX2_PIN(lo);                                                                                            \
+        AVX2_PIN(hi);                                                                                            \
         COLI_PREFETCH(p + AHEAD_BYTES + k * LINE);                                                               \
         __m256i x0 = _mm256_set1_epi32(load_dword(q + 8 * k)), x1 = _mm256_set1_epi32(load_dword(q + 8 * k + 4)); \
         lo16 = _mm256_add_epi16(lo16, _mm256_maddubs_epi16(_mm256_and_si256(lo, nibble), x0));                   \
@@ -232,7 +236,7 @@ AVX2_INLINE void prepare_x_avx2(const int8_t *q, uint8_t *x)
     const uint8_t *x##k = t[k < n ? k : 0].x;                                                                    \
     __m256i a##k##0 = _mm256_setzero_si256(), a##k##1 = a##k##0;
 
-#define TILE_ADD(k)                                                                                              \
+#define TILE_ADD_AVX2(k)                                                                                            \
     {                                                                                                            \
         const __m256 sx = _mm256_set1_ps(t[k].scale);                                                            \
         __m256 s0 = sx, s1 = sx;                                                                                 \
@@ -303,7 +307,7 @@ AVX2_INLINE void tile_avx2(const uint8_t *w, const int n_blocks, const struct ge
             FOR_TOKENS(I8_TILE)
         }
     }
-    FOR_TOKENS(TILE_ADD)
+    FOR_TOKENS(TILE_ADD_AVX2)
 }
 
 #define GEMM_ISA avx2
@@ -318,7 +322,6 @@ AVX2_INLINE void tile_avx2(const uint8_t *w, const int n_blocks, const struct ge
 #undef GEMV_ADD
 #undef GEMV_STORE
 #undef TILE_DECLARE
-#undef TILE_ADD
 #undef I8_TILE
 #undef I4_TILE
 #undef I4_TILE_WIDEN

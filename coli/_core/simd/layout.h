@@ -19,7 +19,7 @@
 
 /* How far ahead a GEMV prefetches in each of its streams: docs/numerics.md, section 6, measured on two machines. */
 #ifndef AHEAD_BYTES
-#define AHEAD_BYTES 1024
+#define AHEAD_BYTES 2048
 #endif
 
 /* Magnitudes (bits without the sign) that a group of activations may have. */
@@ -27,7 +27,12 @@
 #define BITS_INF 0x7F800000u    /* from here on NaN or infinity */
 #define BITS_QUIET_NAN 0x7FC00000u
 
-#ifndef COLI_PREFETCH
+/* Volatile, so that it stays where it is written: see TURN in int_avx512vnni.h. */
+#if defined(__x86_64__)
+#define COLI_PREFETCH(p) __asm__ volatile("prefetcht0 %0" : : "m"(*(const char *)(p)))
+#elif defined(__aarch64__)
+#define COLI_PREFETCH(p) __asm__ volatile("prfm pldl1keep, %0" : : "Q"(*(const char *)(p)))
+#else
 #define COLI_PREFETCH(p) __builtin_prefetch((p), 0, 3)
 #endif
 

@@ -1,0 +1,152 @@
+"""Decode with a model of real size on a card: the CPU alone against automatic placement, bits compared.
+
+    python bench/gpu_decode.py [--geometry qwen36-35b] [--vram 4720,6768,10864,14960,all] [--tokens 64]
+
+The model is made in memory with random weights.  For each router (even, skewed) the CPU's logits are the reference;
+every placement feeds the same ids, and every logit is compared as bits.  "cold" are the first tokens after loading,
+"warm" as many after those, when experts have had time to change places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from coli import log  # noqa: E402
+from coli.convert.synthetic import Synthetic, SyntheticContainer, geometry  # noqa: E402
+from coli.devices.cuda import probe  # noqa: E402
+from coli.engine.session import Engine  # noqa: E402
+from coli.placement import ModelShape  # noqa: E402
+from coli.placing import _Placing  # noqa: E402
+
+MIB = 1 << 20
+PROMPT = 16
+
+
+def row(*cells: object) -> None:
+    """One line of a Markdown table."""
+    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+def make(name: str, skew: float) -> SyntheticContainer:
+    """The container with all of its weights, made by as many threads as there are CPUs."""
+    container = SyntheticContainer(Synthetic(geometry(name), skew=skew))
+    layers = range(container.config.num_hidden_layers)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda layer: container.slabs(f"layers.{layer}.mlp.experts"), layers))
+    return container
+
+
+def run(engine: Engine, ids: np.ndarray, tokens: int) -> tuple[list[np.ndarray], list[float], float]:
+    """Logits and seconds of each decode step, and seconds of the prompt."""
+    session = engine.session()
+    start = time.perf_counter()
+    session.prefill(ids[:PROMPT])
+    prompt_s = time.perf_counter() - start
+    logits, seconds = [], []
+    for token in ids[PROMPT : PROMPT + tokens].tolist():
+        start = time.perf_counter()
+        logits.append(session.step(token))
+        seconds.append(time.perf_counter() - start)
+    session.close()
+    return logits, seconds, prompt_s
+
+
+def parts(engine: Engine, ids: np.ndarray, tokens: int) -> str:
+    """Milliseconds of a token by kind of step, from a run of its own."""
+    spent: dict[str, float] = {}
+
+    class Timed:
+        def __init__(self, step) -> None:
+            self.step, self.kind = step, type(step).__name__
+
+        def run(self, runner) -> None:
+            start = time.perf_counter()
+            self.step.run(runner)
+            spent[self.kind] = spent.get(self.kind, 0.0) + time.perf_counter() - start
+
+    program = engine.program
+    plain, program.steps = program.steps, [Timed(step) for step in program.steps]
+    session = engine.session()
+    session.prefill(ids[:PROMPT])
+    spent.clear()
+    start = time.perf_counter()
+    for token in ids[PROMPT : PROMPT + tokens].tolist():
+        session.step(token)
+    total = time.perf_counter() - start
+    program.steps = plain
+    spent["rest (head)"] = total - sum(spent.values())
+    return ", ".join(f"{kind} {s / tokens * 1e3:.2f} ms" for kind, s in spent.items())
+
+
+def tok_s(seconds: list[float]) -> str:
+    """Tokens a second over a stretch, and by its median step."""
+    return f"{len(seconds) / sum(seconds):.1f} ({1 / statistics.median(seconds):.1f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="qwen36-35b")
+    parser.add_argument("--vram", default="4720,6768,10864,14960,all", help="MiB of the card, comma-separated")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--skews", default="0,0.8", help="of the router; 0 is even")
+    parser.add_argument("--parts", action="store_true", help="say where a token's time goes")
+    args = parser.parse_args()
+    logging.getLogger("coli").setLevel(logging.WARNING)
+    log.configure("quiet")
+    devices = probe.list_devices()
+    if not devices:
+        print(f"no card: {probe.probe_cuda()}", file=sys.stderr)
+        return 2
+    config = geometry(args.geometry)
+    print(f"\n### Decode, {args.geometry}, {devices[0].name}, {args.threads} threads, {time.strftime('%Y-%m-%d')}\n")
+    row("router", "VRAM MiB", "slots", "cold tok/s (median)", "warm tok/s (median)", "of off", "hit rate", "identical")
+    row("---", "---:", "---:", "---:", "---:", "---:", "---:", "---:")
+    for skew in map(float, args.skews.split(",")):
+        container = make(args.geometry, skew)
+        router = f"skew {skew:g}" if skew else "even"
+        ids = np.random.default_rng(7).integers(0, config["vocab_size"], PROMPT + 2 * args.tokens)
+        engine = Engine(
+            container, threads=args.threads, cpus=sorted(os.sched_getaffinity(0))[: args.threads], context=2048
+        )
+        wanted, seconds, _ = run(engine, ids, 2 * args.tokens)
+        base = statistics.median(seconds[args.tokens :])
+        row(router, "off", 0, tok_s(seconds[: args.tokens]), tok_s(seconds[args.tokens :]), "1.00", "", "")
+        if args.parts:
+            print("-", parts(engine, ids, args.tokens))
+        cpu_program = engine.program
+        shape = ModelShape.from_config(config)
+        for budget in args.vram.split(","):
+            vram = "auto" if budget == "all" else int(budget) * MIB
+            device = probe.list_devices()[0]
+            placing = _Placing(container, engine, shape, [device], "auto", vram, None)
+            placed = engine.on_thread(lambda: placing.run(None))  # noqa: B023
+            engine.program = placed.program
+            found, seconds, _ = run(engine, ids, 2 * args.tokens)
+            same = sum(bool((a.view(np.uint32) == b.view(np.uint32)).all()) for a, b in zip(wanted, found, strict=True))
+            stats = placed.tier.stats()
+            warm = statistics.median(seconds[args.tokens :])
+            row(router, budget, placed.plan.slots[0], tok_s(seconds[: args.tokens]), tok_s(seconds[args.tokens :]),
+                f"{base / warm:.2f}", f"{stats['hit_rate']:.2f}", f"{same} of {len(found)}")  # fmt: skip
+            if args.parts:
+                print("-", parts(engine, ids, args.tokens))
+            engine.program = cpu_program
+            engine.on_thread(placed.close)
+        engine.close()
+        container.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,494 @@
+"""CudaDevice: an NVIDIA card behind the Device interface.
+
+One allocation holds residents, expert slots and scratch.  Dense and expert work have a lane each.  A decode step is a
+graph: pull and quantise x, the product, raise a flag; the host spins on the flag without the GIL.  What a card answers
+is the CPU's answer to the last bit; what it cannot answer is a DeviceError, and the engine asks the CPU instead.
+
+Knows no model, no heat, no placement.  Imports of CUDA are in context.py and probe.py, when a card is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from coli.container.layout import MatrixLayout, SlabLayout, matrix_layout, slab_layout
+from coli.devices.base import DeviceError, MatrixSpec, SlabSpec
+from coli.devices.cuda import mixer as mixers
+from coli.devices.cuda import plan
+from coli.devices.cuda.arena import Arena
+from coli.devices.cuda.context import Context
+from coli.devices.cuda.lane import Lane
+from coli.devices.cuda.mixer import Mixer, MixerSpec, MixerState
+from coli.devices.cuda.probe import Card, nvml_free_bytes
+from coli.devices.cuda.upload import Uploader
+from coli.log import logger
+
+DENSE_SCRATCH_BYTES = 16 << 20  # 512 rows of x by 8192 columns of float32
+EXPERT_SCRATCH_BYTES = 32 << 20  # 512 rows x 8 experts of 512: x, gate, up and h
+STAGING_BYTES = DENSE_SCRATCH_BYTES + EXPERT_SCRATCH_BYTES
+CONTEXT_BYTES = 600 << 20  # what a context took of an H200: 526 MiB on driver 580, kernels included
+
+_DENSE, _EXPERTS = 0, 1
+_GRAPH_TOKENS = 8  # batches up to this size get a graph each; a larger one is long against its launches
+_GRAPH_JOBS = 16
+_ANSWER_BYTES = 32 << 20  # pinned memory that the answer of one pass may take
+_MEASURE_BYTES = 256 << 20  # beyond every card's L2 cache
+_MEASURE_CALLS = 50
+
+
+@dataclass(eq=False)
+class Resident:
+    """The handle of an upload: a matrix (``layout``) or a slab (``slab``) at ``address``."""
+
+    name: str
+    address: int
+    layout: MatrixLayout | None = None
+    slab: SlabLayout | None = None
+    stride: int = 0  # floats between two rows of x in the staging
+    graphs: dict[Any, tuple[int, Any, int]] = field(
+        default_factory=dict
+    )  # rows -> (lane generation, graph, its address)
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A group under way.  answer : set once it was fetched."""
+
+    lane: int
+    shape: tuple[int, int]
+    answer: np.ndarray | None = None
+    error: DeviceError | None = None
+
+
+class CudaDevice:
+    """One card.  Calls come from one thread, except ``write_slot``.
+
+    staging_bytes : what an arena takes besides residents and slots.
+    """
+
+    staging_bytes = STAGING_BYTES
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.name = card.name
+        self.index = card.index
+        self.uuid: str | None = card.uuid
+        self.pci_bus_id: str | None = card.pci_bus_id
+        self._context: Context | None = None
+        self._speed: tuple[float | None, float | None] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._arena: Arena | None = None
+        self._lanes: tuple[Lane, ...] = ()
+        self._residents: set[Resident] = set()
+        self._slab: SlabLayout | None = None
+        self._uploader: Uploader | None = None
+        self._slot_uploader: Uploader | None = None
+        self._slab_stride = 0
+        self._expert_graphs: dict[Any, tuple[int, Any, int]] = {}
+        self._beside: list[int] = []  # small allocations of whole layers
+        self._open: list[Ticket | None] = [None, None]  # by lane
+
+    # ---- memory and speed --------------------------------------------------------------------------------
+
+    def total_bytes(self) -> int:
+        """Memory of the card."""
+        return self.card.total_bytes
+
+    def free_bytes(self) -> int:
+        """Memory that an arena could take now.  Before the card is opened, what its context will take is left out."""
+        if self._context is None:
+            free = nvml_free_bytes(self.card.uuid)
+            if free is not None:
+                return max(0, free - CONTEXT_BYTES)
+        return self._opened().memory()[0]
+
+    @property
+    def gb_s(self) -> float | None:
+        """Bytes that the card reads, in GB/s (10**9), measured once; None where it could not be."""
+        return self._measured()[0]
+
+    @property
+    def latency_us(self) -> float | None:
+        """One round trip with nothing to compute, in us, measured once; None where it could not be."""
+        return self._measured()[1]
+
+    def _measured(self) -> tuple[float | None, float | None]:
+        if self._speed is None:
+            try:
+                self._speed = self._measure()
+            except DeviceError as error:
+                logger("cuda").info("%s was not measured: %s", self.name, error)
+                self._speed = None, None
+        return self._speed
+
+    def _measure(self) -> tuple[float, float]:
+        """Read bandwidth from a buffer beyond the caches, and the round trip of an empty graph."""
+        import time
+
+        context = self._opened()
+        at = context.alloc(_MEASURE_BYTES, "measuring")
+        lane = Lane(context, "measuring", (at, _MEASURE_BYTES))
+        try:
+            lane.reserve(64, 64)
+            context.zero(at, _MEASURE_BYTES)
+            blocks = 4 * context.multiprocessors
+
+            def read() -> None:
+                context.launch("read_all", "", (blocks, 1), 512, 0, lane.stream, at, _MEASURE_BYTES // 16, at)
+                lane.raise_flag()
+
+            seconds = {}
+            nothing, answer = np.empty((0, 1), np.float32), np.empty((0, 1), np.float32)
+            for body in (read, lane.raise_flag):
+                graph = context.capture(lane.stream, body)
+                best = float("inf")
+                for _ in range(_MEASURE_CALLS):
+                    start = time.perf_counter()
+                    lane.call(nothing, 1, int(graph), answer)
+                    best = min(best, time.perf_counter() - start)
+                context.free_graph(graph)
+                seconds[body] = best
+            latency_s = seconds[lane.raise_flag]
+            return _MEASURE_BYTES / (seconds[read] - latency_s) / 1e9, latency_s * 1e6
+        finally:
+            lane.close()
+            context.free(at)
+
+    # ---- opening and closing -----------------------------------------------------------------------------
+
+    def _opened(self) -> Context:
+        """The card's context, made at the first need."""
+        if self._context is None:
+            self._context = Context(self.card.cuda_ordinal, self.card.arch, self.name)
+        self._context.require_alive()
+        return self._context
+
+    def open_arena(self, resident_bytes: int, slots: int, slab: SlabSpec | None) -> None:
+        """Take one allocation.  An arena that is open is given back first, and its handles are void.
+
+        Raises DeviceError("out of memory") and takes nothing where it does not fit.
+        """
+        context = self._opened()
+        self._give_back()
+        layout = None
+        if slab is not None:
+            layout = slab_layout(slab.format, slab.hidden_size, slab.intermediate_size)
+            _check_slab(slab, layout)
+        arena = Arena(
+            resident_bytes, slots, layout.total_bytes if layout else 0, (DENSE_SCRATCH_BYTES, EXPERT_SCRATCH_BYTES)
+        )
+        try:
+            arena.place(context.alloc(arena.n_bytes, f"{resident_bytes:,} bytes of matrices and {slots} expert slots"))
+            self._arena, self._slab = arena, layout
+            self._slab_stride = plan.x_stride(layout.gate) if layout else 0
+            self._lanes = (
+                Lane(context, "dense work", arena.scratch(_DENSE)),
+                Lane(context, "expert work", arena.scratch(_EXPERTS)),
+            )
+            self._uploader = Uploader(context, "upload")
+            self._slot_uploader = Uploader(context, "slot")
+        except BaseException:
+            if context.lost is None:
+                self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        """Free the arena and all that hangs on it; the context stays."""
+        context = self._context
+        if context is not None and context.lost is None:
+            context.set_current()
+            graphs = [g for _, g, _ in self._expert_graphs.values()]
+            graphs += [g for resident in self._residents for _, g, _ in resident.graphs.values()]
+            for lane in self._lanes:
+                context.synchronize(lane.stream)
+            for graph in graphs:
+                context.free_graph(graph)
+            for uploader in (self._uploader, self._slot_uploader):
+                if uploader is not None:
+                    uploader.finish()
+                    uploader.close()
+            for lane in self._lanes:
+                lane.close()
+            for address in self._beside:
+                context.free(address)
+            if self._arena is not None:
+                context.free(self._arena.address)
+        for resident in self._residents:
+            resident.graphs.clear()
+        self._forget()
+
+    def close(self) -> None:
+        """Give everything back, the context too.  Safe to call twice, and on a lost card, which is left alone."""
+        if self._context is None:
+            return
+        try:
+            self._give_back()
+        except DeviceError as error:
+            logger("cuda").debug("%s: closing: %s", self.name, error)
+        if self._context.lost is None:
+            self._context.close()
+            self._context = None
+        self._forget()
+
+    # ---- residents ---------------------------------------------------------------------------------------
+
+    def upload(self, matrix: MatrixSpec) -> Resident:
+        """Copy a matrix into the resident part."""
+        layout = matrix_layout(matrix.format, matrix.rows, matrix.cols)
+        return self._place(
+            Resident(matrix.name, 0, layout=layout, stride=plan.x_stride(layout)), matrix.data, layout.used_bytes
+        )
+
+    def upload_slab(self, name: str, slab: SlabSpec, data: np.ndarray) -> Resident:
+        """Copy one slab into the resident part."""
+        layout = slab_layout(slab.format, slab.hidden_size, slab.intermediate_size)
+        _check_slab(slab, layout)
+        return self._place(Resident(name, 0, slab=layout, stride=plan.x_stride(layout.gate)), data, slab.slab_bytes)
+
+    def _place(self, resident: Resident, data: np.ndarray, n_bytes: int) -> Resident:
+        self._opened()
+        if data.size < n_bytes:
+            raise DeviceError(f"{resident.name}: {data.size:,} bytes given, {n_bytes:,} needed", "launch")
+        resident.address = self._need_arena().take(resident.name, n_bytes)
+        self._uploader.copy(resident.address, data[:n_bytes])
+        self._residents.add(resident)
+        return resident
+
+    def free(self, handle: Resident) -> None:
+        """Give a resident up."""
+        if handle in self._residents:
+            self._residents.discard(handle)
+            if self._context.lost is None:
+                self._context.set_current()
+                for _, graph, _ in handle.graphs.values():
+                    self._context.free_graph(graph)
+            handle.graphs.clear()
+
+    def matmul(self, handle: Resident, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """W x for each row: float32 (T, cols) -> float32 (T, rows of W), into ``out`` where one is given."""
+        layout, n = handle.layout, len(rows)
+        out = np.empty((n, layout.rows), np.float32) if out is None else out
+        lane = self._lane(_DENSE)
+        # The known case first and by itself: between two streams of weights every line of Python is a cache miss.
+        known = handle.graphs.get(n)
+        if known is not None and known[0] == lane.generation:
+            lane.call(rows, handle.stride, known[2], out)
+            return out
+        self._uploader.finish()
+        step = self._tokens_at_once(lane, layout)
+        for at in range(0, n, step):
+            self._matmul(lane, handle, rows[at : at + step], out[at : at + step])
+        return out
+
+    @staticmethod
+    def _tokens_at_once(lane: Lane, layout: MatrixLayout) -> int:
+        """Rows whose answers fit the staging, and whose x fits the scratch."""
+        per_row = plan.x_bytes(layout, 1024) // 1024 + 1
+        return max(1, min(512, _ANSWER_BYTES // (4 * layout.rows), lane.scratch_bytes // per_row - 8))
+
+    def _matmul(self, lane: Lane, handle: Resident, rows: np.ndarray, out: np.ndarray) -> None:
+        layout, n = handle.layout, len(rows)
+        lane.reserve(4 * n * handle.stride, 4 * n * layout.rows)
+        if n <= _GRAPH_TOKENS:
+            graph = self._graph(handle.graphs, n, lane, lambda: plan.matmul(lane, handle.address, layout, n))
+            lane.call(rows, handle.stride, graph, out)
+            return
+        with lane.launching():
+            lane.put(rows, handle.stride)
+            plan.matmul(lane, handle.address, layout, n)
+        lane.take(out)
+
+    def ffn(self, handle: Resident, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """down(silu(gate x) * up x) of a resident slab, into ``out`` where one is given."""
+        y = self.take(self.begin_ffn(handle, rows))
+        if out is None:
+            return y
+        out[:] = y
+        return out
+
+    def begin_ffn(self, handle: Resident, rows: np.ndarray) -> Ticket:
+        """Start what `ffn` answers; `take` fetches it.  Beside an expert group, which is on the other lane."""
+        lane, n = self._lane(_DENSE), len(rows)
+        known = handle.graphs.get((n, n))
+        if known is None or known[0] != lane.generation:
+            self._uploader.finish()
+        first, every = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
+        self._start_experts(
+            lane, handle.slab, handle.stride, known, first, every, handle.address, rows, handle.graphs
+        )  # fmt: skip
+        self._open[_DENSE] = Ticket(_DENSE, (n, handle.slab.hidden_size))
+        return self._open[_DENSE]
+
+    # ---- whole layers ------------------------------------------------------------------------------------
+
+    def mixer(self, spec: MixerSpec, into: Resident, out: Resident) -> Mixer:
+        """A layer whose two projections are resident here, ready for `mix`.  Takes a little memory beside the arena."""
+        context = self._opened()
+        names = ("q_norm", "k_norm") if spec.is_attention else ("conv", "exp_a_log", "dt_bias", "dn_norm")
+        vectors = mixers.upload_vectors(context, spec.vectors, names)
+        ba_at = 0 if spec.ba is None else context.put(np.ascontiguousarray(spec.ba.data), spec.ba.name)
+        self._beside += [*vectors.values(), ba_at]
+        return Mixer(spec, (into.address, into.layout), (out.address, out.layout), vectors, ba_at)
+
+    def new_state(self, mixer: Mixer) -> MixerState:
+        """A sequence's state of one layer before its first position.  The caller closes it, before the arena."""
+        return mixers.new_state(mixer, self._opened())
+
+    def mix(
+        self, mixer: Mixer, state: MixerState, position: int, rows: np.ndarray, cos: np.ndarray, sin: np.ndarray
+    ) -> np.ndarray:
+        """In-projection, core and out-projection of consecutive positions; the state moves on.
+
+        rows : float32 (T, hidden), after the layer's first norm.   position : of the first row.
+        cos, sin : float32 (T, rotary_half), of these positions; attention only.   Returns float32 (T, hidden).
+        """
+        lane = self._lane(_DENSE)
+        self._uploader.finish()
+        n, into, out = len(rows), mixer.into[1], mixer.out[1]
+        y = np.empty((n, out.rows), np.float32)
+        stride, chunks = plan.x_stride(into), 0
+        if mixer.spec.is_attention:
+            state.reach(position + n)
+            chunks = mixers.covered(-(-(position + n) // mixers.CHUNK))
+        step = mixers.rows_at_once(mixer, lane, chunks)
+        for at in range(0, n, step):
+            m = min(step, n - at)
+            words = mixers.list_words(mixer, position + at, cos[at : at + m], sin[at : at + m])
+            lane.reserve(4 * m * stride, 4 * m * out.rows, words.nbytes)
+            lane.list.array[: words.nbytes] = words.view(np.uint8)
+            if m == 1:
+                key = lane.generation, chunks, state.tables_at
+                known = state.graphs.get(1)
+                if known is None or known[0] != key:
+                    graph = self._capture_mix(lane, mixer, state, words.size, chunks)
+                    if known is not None:
+                        self._context.free_graph(known[1])
+                    state.graphs[1] = known = key, graph, int(graph)
+                lane.call(rows[at : at + 1], stride, known[2], y[at : at + 1])
+                continue
+            with lane.launching():
+                lane.put(rows[at : at + m], stride)
+                mixers.launch(lane, mixer, state, m, words.size, chunks)
+            lane.take(y[at : at + m])
+        return y
+
+    def _capture_mix(self, lane: Lane, mixer: Mixer, state: MixerState, n_words: int, chunks: int) -> Any:
+        self._context.set_current()
+        return self._context.capture(lane.stream, lambda: mixers.launch(lane, mixer, state, 1, n_words, chunks))
+
+    # ---- expert slots ------------------------------------------------------------------------------------
+
+    def write_slot(self, slot: int, data: np.ndarray) -> None:
+        """Overwrite a slot; the bytes are on the card when this returns.  May come from an uploader thread."""
+        self._opened()
+        at = self._need_arena().slot(slot)
+        if data.size != self._slab.total_bytes:
+            raise DeviceError(
+                f"slot {slot}: {data.size:,} bytes given, a slot takes {self._slab.total_bytes:,}", "launch"
+            )
+        self._slot_uploader.copy(at, data)
+        self._slot_uploader.finish()
+
+    def clear_slot(self, slot: int) -> None:
+        """The slot holds nobody any more.  Nothing to do: who is where is the caller's table."""
+
+    def issue(self, layer: int, slots: Sequence[int], rows_of: Sequence[int], x: np.ndarray) -> Ticket:
+        """Start the experts of a layer: contribution i is slot slots[i] applied to x[rows_of[i]]."""
+        lane = self._lane(_EXPERTS)
+        slots, rows_of = np.asarray(slots, np.int32), np.asarray(rows_of, np.int32)
+        known = self._expert_graphs.get((len(slots), len(x)))
+        self._start_experts(lane, self._slab, self._slab_stride, known, slots, rows_of, self._arena.slot(0), x,
+                            self._expert_graphs)  # fmt: skip
+        self._open[_EXPERTS] = Ticket(_EXPERTS, (len(slots), self._slab.hidden_size))
+        return self._open[_EXPERTS]
+
+    def take(self, ticket: Ticket) -> np.ndarray:
+        """Wait for a ticket: float32 (contributions, hidden), unweighted, in the order of ``issue``."""
+        if ticket is self._open[ticket.lane]:
+            self._settle(ticket.lane)
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.answer is None:
+            raise DeviceError(f"{self.name}: the arena was closed under an open ticket", "launch")
+        return ticket.answer
+
+    def _settle(self, which: int) -> None:
+        """Fetch the answer of what is under way on a lane: its staging is needed again."""
+        ticket, self._open[which] = self._open[which], None
+        if ticket is None:
+            return
+        try:
+            self._opened()
+            answer = np.empty(ticket.shape, np.float32)
+            self._lanes[which].take(answer)
+            ticket.answer = answer
+        except DeviceError as error:
+            ticket.error = error
+
+    def _start_experts(
+        self, lane: Lane, slab: SlabLayout, stride: int, known: tuple[int, Any, int] | None, slots: np.ndarray,
+        rows_of: np.ndarray, first_slot: int, x: np.ndarray, graphs: dict,
+    ) -> None:  # fmt: skip
+        """Put x and the job list into the staging and launch: a small group as a graph, ``known`` or captured now."""
+        slot_bytes, n_slots = self._arena.slot_stride_bytes, max(1, self._arena.n_slots)  # 1: a resident slab is slot 0
+        if known is not None and known[0] == lane.generation:
+            lane.issue(x, stride, known[2], slots, rows_of, first_slot, slot_bytes, n_slots)
+            return
+        n, n_tokens = len(slots), len(x)
+        jobs = np.empty(n, plan.JOB)
+        jobs["slab"] = slots.astype(np.uint64) * np.uint64(slot_bytes) + np.uint64(first_slot)
+        jobs["row"] = rows_of
+        jobs["out"] = np.arange(n)
+        small = n <= _GRAPH_JOBS and n_tokens <= _GRAPH_JOBS
+        made = plan.Experts(jobs, None, n) if small else plan.plan_experts(lane, slab, jobs, n_tokens)
+        lane.reserve(4 * n_tokens * stride, 4 * n * slab.hidden_size, plan.list_bytes(made))
+        if small:
+            graph = self._graph(graphs, (n, n_tokens), lane, lambda: plan.experts(lane, slab, made, n_tokens))
+            lane.issue(x, stride, graph, slots, rows_of, first_slot, slot_bytes, n_slots)
+            return
+        plan.put_list(lane, made)
+        with lane.launching():
+            lane.put(x, stride)
+            plan.experts(lane, slab, made, n_tokens)
+
+    # ---- inside ------------------------------------------------------------------------------------------
+
+    def _graph(self, graphs: dict, key: Any, lane: Lane, body: Any) -> int:
+        """The graph of a call, captured at its first use and again when the lane's staging has moved."""
+        generation, graph, address = graphs.get(key, (-1, None, 0))
+        if generation != lane.generation:
+            self._context.set_current()
+            if graph is not None:
+                del graphs[key]
+                self._context.free_graph(graph)
+            graph = self._context.capture(lane.stream, body)
+            address = int(graph)
+            graphs[key] = lane.generation, graph, address
+        return address
+
+    def _lane(self, which: int) -> Lane:
+        """A lane with nothing under way: an open ticket's answer is fetched first."""
+        self._need_arena()
+        if self._context.lost is not None:
+            self._context.require_alive()
+        if self._open[which] is not None:
+            self._settle(which)
+        return self._lanes[which]
+
+    def _need_arena(self) -> Arena:
+        if self._arena is None:
+            raise DeviceError(f"{self.name}: no arena is open", "launch")
+        return self._arena
+
+
+def _check_slab(slab: SlabSpec, layout: SlabLayout) -> None:
+    stated = (slab.slab_bytes, slab.gate_offset, slab.up_offset, slab.down_offset)
+    computed = (layout.total_bytes, layout.gate_offset, layout.up_offset, layout.down_offset)
+    if stated != computed:
+        raise DeviceError(f"a slab of bytes and offsets {stated}; its shape says {computed}", "launch")

@@ -1,0 +1,156 @@
+"""coli.devices.cuda.probe: every reason for "no card", and the join of CUDA's order with nvidia-smi's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from devices.cuda.fakes import FakeDriver, FakeNvml, install
+
+from coli.devices.cuda import probe
+from coli.devices.cuda.device import CONTEXT_BYTES
+
+SWAPPED = json.loads((Path(__file__).parent / "data" / "swapped_order.json").read_text())
+ONE = [SWAPPED["runtime_order"][0]]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """No variable of the machine at hand, and none left behind."""
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_probe_package_missing_says_what_to_install(monkeypatch):
+    """Without cuda-python the reason names the package."""
+    install(monkeypatch, None, None)
+    assert "cuda-python is not installed" in probe.probe_cuda()
+    assert "pip install 'coli[cuda]'" in probe.probe_cuda()
+
+
+def test_probe_no_driver_library_is_no_driver(monkeypatch):
+    """Whatever RuntimeError the bindings raise for a missing libcuda is "no NVIDIA driver"."""
+    driver = FakeDriver()
+
+    def init(flags):
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    driver.cuInit = init
+    install(monkeypatch, driver, None)
+    assert probe.probe_cuda() == "no NVIDIA driver"
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (FakeDriver(init=100), "no card"),
+        (FakeDriver([]), "no card"),
+        (FakeDriver(ONE, init=719), "the NVIDIA driver does not start (CUDA_ERROR_LAUNCH_FAILED)"),
+        (FakeDriver(ONE, version=12080), "the NVIDIA driver offers CUDA 12.8; driver 580 or newer is needed"),
+        (FakeDriver([{**ONE[0], "compute": "6.1"}]), "compute capability 6.1, 7.5 is the least that works"),
+    ],
+)
+def test_probe_unusable_names_the_reason(monkeypatch, driver, reason):
+    """No card, a driver that fails, one that is too old, a card that is too old: one reason each."""
+    install(monkeypatch, driver, FakeNvml())
+    found = probe.probe_cuda()
+    assert isinstance(found, probe.Reason)
+    assert found.endswith(reason)
+
+
+def test_probe_hidden_cards_name_the_variable(monkeypatch):
+    """An empty CUDA_VISIBLE_DEVICES is named as what hides the cards."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    install(monkeypatch, FakeDriver(init=100), FakeNvml())
+    assert probe.probe_cuda() == "no card with CUDA_VISIBLE_DEVICES=''"
+
+
+def test_probe_no_compiler_is_a_reason(monkeypatch):
+    """Without NVRTC the reason names its package."""
+    from cuda.bindings import nvrtc
+
+    def version():
+        raise RuntimeError("Failure finding libnvrtc.so.13")
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", version)
+    install(monkeypatch, FakeDriver(ONE), FakeNvml(ONE))
+    assert probe.probe_cuda() == "NVRTC is not installed; pip install nvidia-cuda-nvrtc"
+
+
+@pytest.mark.parametrize("order", [None, "PCI_BUS_ID", "FASTEST_FIRST"])
+def test_probe_orders_are_joined_by_uuid(monkeypatch, order):
+    """Index, name and free bytes belong to one card, in nvidia-smi's order, whatever order CUDA has."""
+    if order:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    runtime = SWAPPED["runtime_order"] if order == "FASTEST_FIRST" else SWAPPED["management_order"]
+    install(monkeypatch, FakeDriver(runtime), FakeNvml(SWAPPED["management_order"]))
+    cards = probe.probe_cuda()
+    for index, (card, wanted) in enumerate(zip(cards, SWAPPED["management_order"], strict=True)):
+        assert (card.index, card.name, card.uuid, card.pci_bus_id) == (
+            index,
+            wanted["name"],
+            wanted["uuid"],
+            wanted["pci"],
+        )
+        assert card.free_bytes == wanted["free"]
+        assert runtime[card.cuda_ordinal]["uuid"] == card.uuid
+        assert ".".join(map(str, card.capability)) == wanted["compute"]
+
+
+def test_probe_order_of_the_user_is_kept(monkeypatch):
+    """A CUDA_DEVICE_ORDER that the user set stays; without one, PCI order is set for the whole process."""
+    import os
+
+    install(monkeypatch, FakeDriver(ONE), FakeNvml(ONE))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    probe.probe_cuda()
+    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    probe.probe_cuda()
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize("nvml", [None, FakeNvml(broken=True)])
+def test_probe_without_nvml_uses_cuda_numbers(monkeypatch, nvml):
+    """A missing or broken NVML costs the free bytes and nvidia-smi's numbers, not the card."""
+    install(monkeypatch, FakeDriver(SWAPPED["runtime_order"]), nvml)
+    cards = probe.probe_cuda()
+    assert [card.index for card in cards] == [0, 1]
+    assert [card.free_bytes for card in cards] == [None, None]
+
+
+def test_probe_old_card_beside_a_usable_one_is_left_out(monkeypatch, caplog):
+    """A card below 7.5 is named in a line and left out; the others stay."""
+    old = {**SWAPPED["runtime_order"][1], "compute": "6.1"}
+    install(monkeypatch, FakeDriver([ONE[0], old]), FakeNvml([ONE[0], old]))
+    with caplog.at_level(logging.INFO, "coli.cuda"):
+        cards = probe.probe_cuda()
+    assert [card.uuid for card in cards] == [ONE[0]["uuid"]]
+    assert f"{old['name']} ({old['pci']}) is left out: compute capability 6.1" in caplog.text
+
+
+def test_list_devices_off_says_one_line(monkeypatch, caplog):
+    """No card is one line "off: why" and an empty list."""
+    install(monkeypatch, FakeDriver(init=100), FakeNvml())
+    with caplog.at_level(logging.INFO, "coli.cuda"):
+        assert probe.list_devices() == []
+    assert [record.getMessage() for record in caplog.records] == ["off: no card"]
+
+
+def test_list_devices_carry_the_cards_identity(monkeypatch):
+    """Devices are not opened by being listed, and say who they are."""
+    driver = FakeDriver(SWAPPED["runtime_order"])
+    install(monkeypatch, driver, FakeNvml(SWAPPED["management_order"]))
+    devices = probe.list_devices()
+    assert [device.index for device in devices] == [0, 1]
+    assert devices[0].uuid == SWAPPED["management_order"][0]["uuid"]
+    assert devices[1].total_bytes() == SWAPPED["management_order"][1]["total"]
+    assert devices[0].free_bytes() == SWAPPED["management_order"][0]["free"] - CONTEXT_BYTES
+    assert driver.leaks() == {}
+
+
+def test_uuid_text_is_as_nvml_writes_it():
+    """16 bytes become GPU- and the usual groups."""
+    assert probe.uuid_text(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
