@@ -51,6 +51,7 @@ def main() -> None:
         team = Engine(container, threads=len(cpus), cpus=cpus)
         decode_tok_s(fewer), decode_tok_s(team)
         for _ in range(args.turns):
+            time.sleep(1.2)  # a worker that was disturbed in the last turn sits out for a second
             rates["one_fewer"].append(decode_tok_s(fewer))
             rates["alone"].append(decode_tok_s(team))
             for name, where in (("disturbed", "-"), ("disturbed_worst", str(cpus[-1]))):

@@ -19,7 +19,7 @@ cdef extern from "<stdlib.h>" nogil:
 cdef extern from "team.h" nogil:
     ctypedef struct coli_team:
         int n_threads
-        int spin_ns
+        int64_t parked_times
     enum: COLI_MAX_THREADS
     coli_team *coli_team_new(int n_threads)
     void coli_team_free(coli_team *t)
@@ -207,6 +207,11 @@ cdef class Team:
         with nogil:
             coli_team_map(self.t, cpu, size)
         return [(cpu[i], size[i]) for i in range(self.n_threads)]
+
+    @property
+    def parked_times(self):
+        """How often a worker that lost its core to another process was left out for a second."""
+        return self.t.parked_times
 
     def fp_mode_ok(self):
         """Whether every thread rounds to nearest even and keeps subnormals."""

@@ -7,16 +7,21 @@ logits of a token do not depend on how the tokens before it were cut.
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING, Any, Callable, Sequence as Ids
+from weakref import finalize
 
 import numpy as np
 
 from coli._core import kernels, step
 from coli.engine.bind import bind_network
-from coli.engine.program import Program
+from coli.engine.program import Part, Program
 from coli.engine.rope import RopeTable
+from coli.engine.states import Held, StateKeeper, StatesLost
 from coli.engine.worker import Cancelled, EngineThread, Job
 from coli.errors import BackendError, ModelError, RequestError
+from coli.log import logger
 
 if TYPE_CHECKING:
     from coli.container.reader import Container
@@ -42,15 +47,17 @@ class Session:
     ids : the token ids taken in so far, in order.
     """
 
-    def __init__(self, engine: Engine, sequence: step.Sequence, ids: list[int]) -> None:
+    def __init__(self, engine: Engine, sequence: step.Sequence, ids: list[int], held: Held) -> None:
         self._engine = engine
         self._sequence = sequence
+        self._held = held  # what devices have of the state; the rest is the sequence's
         self.ids = ids
+        finalize(self, engine._keeper.bury, held.by).atexit = False
 
     @property
     def position(self) -> int:
         """Tokens taken in so far."""
-        return self._sequence.position
+        return len(self.ids)
 
     @property
     def size_bytes(self) -> int:
@@ -75,6 +82,7 @@ class Session:
 
     def close(self) -> None:
         """Free the state now.  The session cannot be used afterwards."""
+        self._engine._keeper.bury(self._held.by)
         self._sequence = None
         self.ids = []
 
@@ -108,6 +116,7 @@ class Engine:
         self._rope = RopeTable(config.rotary_dim, config.rope_theta, self.context)
         self._net = bind_network(container, choose_isa(isa))
         self.program = Program(config)
+        self._keeper = StateKeeper()
         self._thread = EngineThread()
         self._padded_vocab = -(-self.vocab_size // 16) * 16
         try:
@@ -135,11 +144,15 @@ class Engine:
 
     def session(self) -> Session:
         """A session in the empty state."""
-        return Session(self, step.Sequence(self._net, self.context), [])
+        return Session(self, step.Sequence(self._net, self.context), [], Held())
 
     def copy(self, session: Session) -> Session:
         """An independent copy of a session."""
-        return self._thread.call(lambda job: Session(self, session._sequence.copy(), list(session.ids)))
+
+        def copied(job: Job) -> Session:
+            return Session(self, session._sequence.copy(), list(session.ids), self._keeper.copy(session._held))
+
+        return self._thread.call(copied)
 
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Teacher-forced logits from an empty state: float32 (len(ids), vocab_size)."""
@@ -185,36 +198,82 @@ class Engine:
 
         parts : (session, int32 ids), rows of a part being consecutive positions of its session.
         rows : the rows (over all parts) whose logits are wanted.   out : float32 (>= len(rows), vocab_size).
-        Sessions move on only when the whole step succeeded.
+        Sessions move on only when the whole step succeeded.  After any other end their states are computed again, from
+        their ids, when they are next used.
         """
-        runner = self._runner
-        ids = parts[0][1] if len(parts) == 1 else np.concatenate([p[1] for p in parts])
-        self._rope.reach(max(s.position + len(i) for s, i in parts))
-        runner.begin([(s._sequence, len(i)) for s, i in parts], ids, self._rope.cos, self._rope.sin)
-        self.program.decoding = all(len(i) == 1 for _, i in parts)
-        self.program.run(runner)
-        for at in range(0, len(rows), LOGITS_CHUNK):
-            some = rows[at : at + LOGITS_CHUNK]
-            exact = out.shape[1] == self._padded_vocab and out.flags.c_contiguous
-            target = out[at : at + len(some)] if exact else np.empty((len(some), self._padded_vocab), np.float32)
-            if not self._head(some, target):
-                place = max(s.position for s, _ in parts)
-                raise ModelError(f"the logits at position {place} are NaN or infinite: the weights are damaged")
-            if not exact:
-                out[at : at + len(some)] = target[:, : self.vocab_size]
-        runner.finish()
+        try:
+            self._layers(parts)
+            for at in range(0, len(rows), LOGITS_CHUNK):
+                some = rows[at : at + LOGITS_CHUNK]
+                exact = out.shape[1] == self._padded_vocab and out.flags.c_contiguous
+                target = out[at : at + len(some)] if exact else np.empty((len(some), self._padded_vocab), np.float32)
+                if not self.program.run_head(self._runner, some, target):
+                    place = max(s.position for s, _ in parts)
+                    raise ModelError(f"the logits at position {place} are NaN or infinite: the weights are damaged")
+                if not exact:
+                    out[at : at + len(some)] = target[:, : self.vocab_size]
+        except BaseException:
+            for session, _ in parts:
+                session._held.stale = True
+            raise
+        self._runner.finish()
         for session, part_ids in parts:
             session.ids.extend(part_ids.tolist())
 
-    def _head(self, rows: Ids[int], logits: np.ndarray) -> bool:
-        """Logits of some rows of the batch; False when one is NaN or infinite."""
-        runner, end = self._runner, self._runner.n_ops
-        if self.program.head is None:
-            return runner.head(rows, logits)
-        runner.head_begin(rows, logits)
-        runner.run(end, end + 1)  # the final norm; the product is the device's
-        self.program.head.run(runner)
-        return bool(np.isfinite(logits[: len(rows), : self.vocab_size]).all())
+    def _layers(self, parts: list[tuple[Session, np.ndarray]]) -> None:
+        """All layers of a batch.  States that a device has lost are computed again first, or in between."""
+        keeper, losses, replayed, start = self._keeper, [], 0, time.monotonic()
+        keeper.begin([session._held for session, _ in parts])
+        while True:
+            try:
+                for session, ids in parts:
+                    while not self._is_ready(session, len(ids)):
+                        replayed += session.position
+                        self._replay(session)
+                self._pass(parts, decoding=all(len(ids) == 1 for _, ids in parts))
+                break
+            except StatesLost as lost:
+                losses.append(self.program.give_up(lost))
+                for session, _ in parts:
+                    session._held.stale = True
+        if losses or replayed:
+            again = f"the state of {replayed:,} tokens was computed again in {time.monotonic() - start:.1f} s"
+            logger("place").log(logging.WARNING if losses else logging.INFO, "%s", "; ".join([*dict.fromkeys(losses), again]))
+
+    def _is_ready(self, session: Session, n: int) -> bool:
+        """Whether a session's states are where the program wants them, with room for n positions more."""
+        held = session._held
+        if not self._keeper.fits(held, self.program, session.position):
+            return False
+        self._keeper.ready(held, self.program, session.position, n)
+        return not held.stale
+
+    def _replay(self, session: Session) -> None:
+        """Compute a session's state again, from its ids.  Raises StatesLost."""
+        keeper, ids = self._keeper, np.array(session.ids, np.int32)
+        keeper.reset(session._held)
+        session._sequence = step.Sequence(self._net, self.context)
+        for at in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[at : at + PREFILL_CHUNK]
+            keeper.ready(session._held, self.program, at, len(chunk))
+            if session._held.stale:  # no room after all: from the beginning, with less on the device
+                return
+            self._pass([(session, chunk)], decoding=False)
+            self._runner.finish()
+
+    def _pass(self, parts: list[tuple[Session, np.ndarray]], *, decoding: bool) -> None:
+        """All layers of a batch whose states are ready; the sequences stay where they are."""
+        runner, program, rope = self._runner, self.program, self._rope
+        ids = parts[0][1] if len(parts) == 1 else np.concatenate([p[1] for p in parts])
+        rope.reach(max(s._sequence.position + len(i) for s, i in parts))
+        runner.begin([(s._sequence, len(i)) for s, i in parts], ids, rope.cos, rope.sin)
+        placed, row = [], 0
+        for session, part_ids in parts:
+            placed.append(Part(row, len(part_ids), session._sequence.position, session._held))
+            row += len(part_ids)
+        program.begin(runner, placed, rope.cos, rope.sin)
+        program.decoding = decoding
+        program.run(runner)
 
     # ---- about it ------------------------------------------------------------------------------------
 
@@ -226,6 +285,7 @@ class Engine:
             "threads": self.team.n_threads,
             "openmp": step.has_openmp(),
             "thread_map": self.thread_map,
+            "parked_times": self.team.parked_times,
             "context": self.context,
             "weight_bytes_read": self._runner.weight_bytes,
         }

@@ -22,7 +22,7 @@
 
 #define AMX_ROWS 16       /* tokens of a tile */
 #define AMX_TOKENS 32     /* tokens a pass: two tiles, so that a tile of weights is loaded once for both */
-#define AMX_MIN_TOKENS 3  /* fewer go through the GEMV */
+#define AMX_MIN_TOKENS 9  /* fewer: few_avx512vnni, which reads weights at the speed of memory */
 #define AMX_FENCE() __asm__ volatile("" : : : "memory")
 
 /* Palette 1: eight tiles of up to 16 rows of 64 bytes.  tdpbssd takes the time of its A tile's rows. */

@@ -280,10 +280,10 @@ AVX2_INLINE void prepare_x_avx2(const int8_t *q, uint8_t *x)
     a##k##1 = wide[2 * k + 1];
 
 AVX2_INLINE void tile_avx2(const uint8_t *w, const int n_blocks, const struct gemm_token *t, const int n,
-                           const float (*scale)[16], float *sums, int block_stride, const int int4,
-                           const int group_scales)
+                           const float (*scale)[16], float *sums, int block_stride, const uint8_t *const *next,
+                           const int int4, const int group_scales)
 {
-    (void)n_blocks, (void)block_stride; /* one block a tile */
+    (void)n_blocks, (void)block_stride, (void)next; /* one block a tile, and its decoding prefetches */
     TILE_DECLARE(0) TILE_DECLARE(1) TILE_DECLARE(2) TILE_DECLARE(3) TILE_DECLARE(4) TILE_DECLARE(5)
     if (int4) { /* eight lines in int16, as in the GEMV, then into int32 sums that live in L1 */
         const __m256i one = _mm256_set1_epi16(1);

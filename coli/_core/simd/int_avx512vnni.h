@@ -144,6 +144,137 @@ COLI_GEMV_ENTRIES(avx512vnni, AVX512, gemv_avx512vnni)
 #undef GEMV_ADD
 #undef GEMV_STORE
 
+/* ---- few tokens --------------------------------------------------------------------------------- */
+
+/* 2 to 8 tokens: the GEMV's walk, each line multiplied with every token, so that weights come from RAM once and as
+ * fast as for one token.  n is 2, 4, 6 or 8; an odd token is padded by a copy of the last one. */
+#define FEW_TOKENS(M)                                                                                            \
+    M(0)                                                                                                         \
+    M(1)                                                                                                         \
+    if (n > 2) {                                                                                                 \
+        M(2)                                                                                                     \
+        M(3)                                                                                                     \
+    }                                                                                                            \
+    if (n > 4) {                                                                                                 \
+        M(4)                                                                                                     \
+        M(5)                                                                                                     \
+    }                                                                                                            \
+    if (n > 6) {                                                                                                 \
+        M(6)                                                                                                     \
+        M(7)                                                                                                     \
+    }
+
+#define FEW_DECLARE(s) const uint8_t *p##s = blocks[s < n_streams ? s : 0] + header;
+
+#define FEW_START(k) __m512i d##k = _mm512_set1_epi32((int4 ? -8 : -128) * t[k < n ? k : 0].sum);
+#define FEW_START_HIGH(k) __m512i h##k = _mm512_setzero_si512();
+#define FEW_I8(k) d##k = add_dot(d##k, w, (const int8_t *)t[k].x + 4 * j);
+#define FEW_I4(k)                                                                                                \
+    d##k = add_dot(d##k, w, (const int8_t *)t[k].x + 8 * j);                                                     \
+    h##k = add_dot(h##k, w_high, (const int8_t *)t[k].x + 8 * j + 4);
+#define FEW_MERGE(k) d##k = _mm512_add_epi32(d##k, _mm512_srai_epi32(h##k, 4));
+
+#define FEW_ADD(k)                                                                                               \
+    {                                                                                                            \
+        __m512 s = _mm512_set1_ps(t[k].scale);                                                                   \
+        if (group_scales)                                                                                        \
+            s = _mm512_mul_ps(s, sw);                                                                            \
+        sum[k] = _mm512_add_ps(sum[k], _mm512_mul_ps(_mm512_cvtepi32_ps(d##k), s));                              \
+    }
+
+#define FEW_GROUP(s)                                                                                             \
+    {                                                                                                            \
+        FEW_START(0) FEW_START(1) FEW_START(2) FEW_START(3) FEW_START(4) FEW_START(5) FEW_START(6) FEW_START(7)  \
+        if (int4) {                                                                                              \
+            FEW_START_HIGH(0) FEW_START_HIGH(1) FEW_START_HIGH(2) FEW_START_HIGH(3)                              \
+            FEW_START_HIGH(4) FEW_START_HIGH(5) FEW_START_HIGH(6) FEW_START_HIGH(7)                              \
+            _Pragma("GCC unroll 4") for (int j = 0; j < I4_LINES; j++, p##s += LINE)                             \
+            {                                                                                                    \
+                __m512i w = _mm512_and_si512(load512(p##s), low);                                                \
+                AVX512_PIN(w);                                                                                   \
+                __m512i w_high = _mm512_andnot_si512(low, load512(p##s));                                        \
+                AVX512_PIN(w_high);                                                                              \
+                FEW_TOKENS(FEW_I4)                                                                               \
+                COLI_PREFETCH(p##s + AHEAD_BYTES);                                                               \
+            }                                                                                                    \
+            FEW_TOKENS(FEW_MERGE)                                                                                \
+        } else {                                                                                                 \
+            _Pragma("GCC unroll 4") for (int j = 0; j < I8_LINES; j++, p##s += LINE)                             \
+            {                                                                                                    \
+                __m512i w = _mm512_xor_si512(load512(p##s), flip);                                               \
+                AVX512_PIN(w);                                                                                   \
+                FEW_TOKENS(FEW_I8)                                                                               \
+                COLI_PREFETCH(p##s + AHEAD_BYTES);                                                               \
+            }                                                                                                    \
+        }                                                                                                        \
+        __m512 *const sum = sums[s];                                                                             \
+        __m512 sw = _mm512_setzero_ps();                                                                         \
+        if (group_scales)                                                                                        \
+            sw = _mm512_cvtph_ps(load_halves(blocks[s] + g * 32));                                               \
+        FEW_TOKENS(FEW_ADD)                                                                                      \
+    }
+
+AVX512_INLINE void few_avx512vnni(const uint8_t *const *blocks, const int n_streams, int n_groups,
+                                  const coli_acts *a, const int32_t *tokens, int n_tokens, const int n,
+                                  float *const *y, int64_t y_stride, const int int4, const int group_scales)
+{
+    const __m512i flip = _mm512_set1_epi8((char)0x80), low = _mm512_set1_epi8(15);
+    const int64_t header = coli_header_bytes(group_scales ? COLI_I8_GROUP : COLI_I8_ROW, n_groups);
+    __m512 sums[COLI_STREAMS][8];
+    struct gemm_token t[8];
+    FEW_DECLARE(0) FEW_DECLARE(1) FEW_DECLARE(2) FEW_DECLARE(3)
+    for (int s = 0; s < n_streams; s++)
+        for (int k = 0; k < n; k++)
+            sums[s][k] = _mm512_setzero_ps();
+    for (int g = 0; g < n_groups; g++) {
+        for (int k = 0; k < n; k++) {
+            const int i = k < n_tokens ? k : n_tokens - 1;
+            const int64_t at = group_index(a, g, tokens ? tokens[i] : i);
+            t[k] = (struct gemm_token){(const uint8_t *)a->q + at * COLI_GROUP, a->scale[at], a->sum[at]};
+        }
+        FOR_STREAMS(FEW_GROUP)
+    }
+    for (int s = 0; s < n_streams; s++) {
+        const __m512 row = _mm512_loadu_ps(blocks[s]);
+        for (int k = 0; k < n_tokens; k++)
+            _mm512_storeu_ps(y[s] + k * y_stride, group_scales ? sums[s][k] : _mm512_mul_ps(sums[s][k], row));
+    }
+    FOR_STREAMS(GEMV_AHEAD)
+}
+
+/* n_tokens is 2 to 8; four blocks at once, or one by one. */
+AVX512_INLINE void few_tokens_avx512vnni(const uint8_t *const *blocks, int n_blocks, int n_groups,
+                                         const coli_acts *a, const int32_t *tokens, int n_tokens, float *const *y,
+                                         int64_t y_stride, const int int4, const int group_scales)
+{
+#define FEW(STREAMS, B)                                                                                          \
+    switch ((n_tokens + 1) / 2) {                                                                                \
+    case 1:                                                                                                      \
+        few_avx512vnni(blocks + B, STREAMS, n_groups, a, tokens, n_tokens, 2, y + B, y_stride, int4,             \
+                       group_scales);                                                                            \
+        break;                                                                                                   \
+    case 2:                                                                                                      \
+        few_avx512vnni(blocks + B, STREAMS, n_groups, a, tokens, n_tokens, 4, y + B, y_stride, int4,             \
+                       group_scales);                                                                            \
+        break;                                                                                                   \
+    case 3:                                                                                                      \
+        few_avx512vnni(blocks + B, STREAMS, n_groups, a, tokens, n_tokens, 6, y + B, y_stride, int4,             \
+                       group_scales);                                                                            \
+        break;                                                                                                   \
+    default:                                                                                                     \
+        few_avx512vnni(blocks + B, STREAMS, n_groups, a, tokens, n_tokens, 8, y + B, y_stride, int4,             \
+                       group_scales);                                                                            \
+    }
+    if (n_blocks == COLI_STREAMS) {
+        FEW(COLI_STREAMS, 0)
+    } else {
+        for (int b = 0; b < n_blocks; b++) {
+            FEW(1, b)
+        }
+    }
+#undef FEW
+}
+
 /* ---- GEMM --------------------------------------------------------------------------------------- */
 
 AVX512_INLINE void load_scales_avx512vnni(const uint8_t *header, int group, float *scale)
@@ -158,14 +289,12 @@ AVX512_INLINE void decode_avx512vnni(const uint8_t *payload, uint8_t *w, int int
     if (int4) {
         for (int j = 0; j < I4_LINES; j++, payload += LINE, w += 2 * LINE) {
             const __m512i v = load512(payload);
-            COLI_PREFETCH(payload + I4_GROUP_BYTES);
             store512(w, _mm512_and_si512(v, low));
             store512(w + LINE, _mm512_and_si512(_mm512_srli_epi16(v, 4), low));
         }
     } else {
         for (int j = 0; j < I8_LINES; j++, payload += LINE, w += LINE) {
             store512(w, _mm512_xor_si512(load512(payload), flip));
-            COLI_PREFETCH(payload + I8_GROUP_BYTES);
         }
     }
 }
@@ -210,14 +339,22 @@ AVX512_INLINE void decode_avx512vnni(const uint8_t *payload, uint8_t *w, int int
     }
 
 AVX512_INLINE void tile_avx512vnni(const uint8_t *w, const int n_blocks, const struct gemm_token *t, const int n,
-                                   const float (*scale)[16], float *sums, int block_stride, const int int4,
-                                   const int group_scales)
+                                   const float (*scale)[16], float *sums, int block_stride, const uint8_t *const *next,
+                                   const int int4, const int group_scales)
 {
     TILE_DECLARE(0) TILE_DECLARE(1) TILE_DECLARE(2) TILE_DECLARE(3) TILE_DECLARE(4) TILE_DECLARE(5)
     for (int i = 0; i < I8_LINES; i++, w += LINE) {
         const __m512i w0 = load512(w), w1 = load512(w + (n_blocks > 1 ? I8_GROUP_BYTES : 0));
         const __m512i w2 = load512(w + (n_blocks > 1 ? 2 * I8_GROUP_BYTES : 0));
         const __m512i w3 = load512(w + (n_blocks > 1 ? 3 * I8_GROUP_BYTES : 0));
+        if (next) {
+            GEMM_PREFETCH(0, i)
+            if (n_blocks > 1) {
+                GEMM_PREFETCH(1, i)
+                GEMM_PREFETCH(2, i)
+                GEMM_PREFETCH(3, i)
+            }
+        }
         FOR_TOKENS(TILE_STEP)
     }
     FOR_TOKENS(TILE_ADD)
@@ -228,7 +365,8 @@ AVX512_INLINE void tile_avx512vnni(const uint8_t *w, const int n_blocks, const s
 #define GEMM_TILE_BLOCKS 4
 #define GEMM_WIDE 0
 #define GEMM_TOKENS 96
-#define GEMM_MIN_TOKENS 3
+#define GEMM_MIN_TOKENS 2
+#define GEMM_FEW_TOKENS 8
 #include "gemm.inc"
 
 #undef FOR_TILE_BLOCKS

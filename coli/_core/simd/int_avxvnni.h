@@ -136,10 +136,10 @@ AVXVNNI_INLINE void decode_avxvnni(const uint8_t *payload, uint8_t *w, int int4)
     }
 
 AVXVNNI_INLINE void tile_avxvnni(const uint8_t *w, const int n_blocks, const struct gemm_token *t, const int n,
-                                 const float (*scale)[16], float *sums, int block_stride, const int int4,
-                                 const int group_scales)
+                                 const float (*scale)[16], float *sums, int block_stride, const uint8_t *const *next,
+                                 const int int4, const int group_scales)
 {
-    (void)n_blocks, (void)block_stride; /* one block a tile */
+    (void)n_blocks, (void)block_stride, (void)next; /* one block a tile, and its decoding prefetches */
     TILE_DECLARE(0) TILE_DECLARE(1) TILE_DECLARE(2) TILE_DECLARE(3) TILE_DECLARE(4) TILE_DECLARE(5)
     for (int i = 0; i < I8_LINES; i++, w += LINE) {
         __m256i w0 = load256(w), w1 = load256(w + 32);

@@ -16,7 +16,10 @@ typedef struct ctx {
     const coli_kernels *k;
     const coli_network *net;
     coli_buffers *b;
-    int tid, n_threads;
+    int tid;             /* of the region: scratch, counters */
+    int rank, n_threads; /* among the active threads: shares of work */
+    int first, last;     /* operations of this run */
+    coli_hint hint;
     uint32_t phase;
     int64_t bytes;
     uint8_t *scratch;
@@ -42,7 +45,7 @@ static inline walk walk_begin(ctx *c, int n)
 static inline int walk_next(ctx *c, walk *w)
 {
     for (; w->victim < c->n_threads; w->victim++) {
-        int who = (c->tid + w->victim) % c->n_threads;
+        int who = (c->rank + w->victim) % c->n_threads;
         int base = coli_share_begin(w->n, who, c->n_threads);
         int got = coli_claim(c->r->team, who, c->phase, coli_share_begin(w->n, who + 1, c->n_threads) - base);
         if (got >= 0) {
@@ -57,7 +60,7 @@ static inline int walk_next(ctx *c, walk *w)
     for (walk i##_walk = walk_begin(c, n); walk_next(c, &i##_walk);)                                             \
         for (int i = i##_walk.item, i##_once = 1; i##_once; i##_once = 0)
 
-static void barrier(ctx *c) { coli_barrier(c->r->team, NULL, NULL); }
+static void barrier(ctx *c) { coli_barrier(c->r->team, c->tid, &c->hint, NULL, NULL); }
 
 /* A step over rows that is too short to share when there is one row: then the last thread to reach the
  * barrier does it, and one barrier serves both. More rows are shared out. */
@@ -66,25 +69,29 @@ typedef struct row_call {
     coli_runner *r;
     const coli_layer *l;
     row_fn fn;
+    void (*then)(void *);
 } row_call;
 
 static void run_one_row(void *arg)
 {
     row_call *call = arg;
     call->fn(call->r, 0, call->l);
+    if (call->then)
+        call->then(call->r);
 }
 
-static void barrier_rows(ctx *c, row_fn fn, int n_rows, const coli_layer *l)
+/* fn for every row, then then(runner) once; behind it, both are done for all threads. */
+static void barrier_rows(ctx *c, row_fn fn, int n_rows, const coli_layer *l, void (*then)(void *))
 {
     if (n_rows == 1) {
-        row_call call = {c->r, l, fn};
-        coli_barrier(c->r->team, run_one_row, &call);
+        row_call call = {c->r, l, fn, then};
+        coli_barrier(c->r->team, c->tid, &c->hint, run_one_row, &call);
         return;
     }
     barrier(c);
     FOR_ITEMS(c, n_rows, row)
         fn(c->r, row, l);
-    barrier(c);
+    coli_barrier(c->r->team, c->tid, &c->hint, then, c->r);
 }
 
 /* ---- matrix products ------------------------------------------------------------------------------ */
@@ -93,14 +100,31 @@ static inline int is_r16(const coli_matrix *m) { return m->format <= COLI_I4_GRO
 
 static inline const uint8_t *block(const coli_matrix *m, int i) { return m->data + (int64_t)i * m->block_bytes; }
 
+/* How much a waiting thread fetches of what it reads next: a part of a small L2. */
+#define HINT_BYTES (24 << 10)
+
+/* Point the hint at this thread's share of a matrix. One row only: with more, a product is no matter of memory. */
+static void hint_matrix(ctx *c, const coli_matrix *m)
+{
+    int b0 = coli_share_begin(m->n_blocks, c->rank, c->n_threads);
+    int n = coli_share_begin(m->n_blocks, c->rank + 1, c->n_threads) - b0, steps = (n + COLI_STREAMS - 1) / COLI_STREAMS;
+    c->hint.left = 0;
+    if (c->r->batch.n_rows != 1 || n < COLI_STREAMS)
+        return;
+    for (int s = 0; s < COLI_STREAMS; s++)
+        c->hint.stream[s] = block(m, MIN(b0 + s * steps, b0 + n - 1));
+    c->hint.left = MIN((int64_t)HINT_BYTES, steps * m->block_bytes);
+}
+
 /* y (n_tokens, stride) = W x for all rows; the caller sets the barrier. One token: four streams a
  * thread, each continuous over the thread's whole share. Several: items of four blocks, each read once. */
 static void matmul(ctx *c, const coli_matrix *m, const coli_acts *a, const float *x, int64_t x_stride, int n_tokens,
                    float *y, int64_t y_stride)
 {
     if (!is_r16(m)) {
-        FOR_ITEMS(c, (m->rows + 15) / 16, item) {
-            int r0 = item * 16, r1 = MIN(r0 + 16, m->rows);
+        int at_once = n_tokens == 1 ? 4 : 16; /* few rows make few items, and a lone token waits for the last */
+        FOR_ITEMS(c, (m->rows + at_once - 1) / at_once, item) {
+            int r0 = item * at_once, r1 = MIN(r0 + at_once, m->rows);
             c->k->dense[m->format - COLI_F32](m->data, m->block_bytes, m->cols, r0, r1, x, x_stride, n_tokens, y,
                                               y_stride);
             c->bytes += (r1 - r0) * m->block_bytes;
@@ -111,7 +135,7 @@ static void matmul(ctx *c, const coli_matrix *m, const coli_acts *a, const float
         coli_gemv_fn gemv = c->k->gemv[m->format];
         c->phase++;
         for (int v = 0; v < c->n_threads; v++) {
-            int who = (c->tid + v) % c->n_threads;
+            int who = (c->rank + v) % c->n_threads;
             int b0 = coli_share_begin(m->n_blocks, who, c->n_threads);
             int n = coli_share_begin(m->n_blocks, who + 1, c->n_threads) - b0;
             int steps = (n + COLI_STREAMS - 1) / COLI_STREAMS, j;
@@ -201,6 +225,18 @@ static void deltanet_conv(ctx *c, const coli_layer *l, int part_no, int piece)
     }
 }
 
+/* The values of o that a head makes are whole groups where its width is a multiple of 128 (it is, in the real
+ * models): then the head quantises them itself, and MIX_OUT needs no pass and no barrier of its own. */
+static inline int quantises_heads(const coli_layer *l, int width) { return is_r16(&l->out) && width % COLI_GROUP == 0; }
+
+static void quantize_head(ctx *c, const coli_layer *l, int row, int head, int width)
+{
+    int per = width / COLI_GROUP;
+    if (quantises_heads(l, width))
+        c->k->quantize_groups(row_of(c->b->o, c->b->mix_pad, row), l->out.cols, &c->b->acts_o, row, head * per,
+                              (head + 1) * per);
+}
+
 static void deltanet_head(ctx *c, const coli_layer *l, int part_no, int head)
 {
     const coli_geometry *g = &c->net->g;
@@ -223,6 +259,7 @@ static void deltanet_head(ctx *c, const coli_layer *l, int part_no, int head)
         k->deltanet(state, dk, dv, u + key_head * dk, u + (g->dn_k_heads + key_head) * dk,
                     u + 2 * g->dn_k_heads * dk + head * dv, decay, beta, o);
         k->gated_rmsnorm(o, z, l->dn_norm, dv, g->eps, o);
+        quantize_head(c, l, row, head, dv);
     }
 }
 
@@ -338,6 +375,7 @@ static void attention_whole(ctx *c, const coli_layer *l, int row, int kv)
         for (int i = 0; i < d; i++)
             o[i] = o[i] / sum[h];
         k->mul_sigmoid(o, row_of(b->proj, b->proj_pad, row) + ((int64_t)2 * head + 1) * d, d);
+        quantize_head(c, l, row, head, d);
     }
 }
 
@@ -377,7 +415,7 @@ static void attention_values_chunk(ctx *c, const coli_layer *l, int kv, int64_t 
 }
 
 /* ... then the sums over chunks, ascending. */
-static void attention_finish(ctx *c, int head, int64_t n_context)
+static void attention_finish(ctx *c, const coli_layer *l, int head, int64_t n_context)
 {
     const coli_geometry *g = &c->net->g;
     coli_buffers *b = c->b;
@@ -393,6 +431,7 @@ static void attention_finish(ctx *c, int head, int64_t n_context)
     for (int i = 0; i < d; i++)
         o[i] = o[i] / sum;
     c->k->mul_sigmoid(o, b->proj + ((int64_t)2 * head + 1) * d, d);
+    quantize_head(c, l, 0, head, d);
 }
 
 /* From this many positions a lone row is worth splitting by chunks (three barriers instead of one). */
@@ -421,21 +460,21 @@ static void attention_core(ctx *c, const coli_layer *l)
         attention_values_chunk(c, l, item % n_kv, item / n_kv, n_context);
     barrier(c);
     FOR_ITEMS(c, g->n_q_heads, item)
-        attention_finish(c, item, n_context);
+        attention_finish(c, l, item, n_context);
     barrier(c);
 }
 
 /* ---- MIX_OUT -------------------------------------------------------------------------------------------- */
 
-static void mix_out(ctx *c, const coli_layer *l)
+/* is_quantised : the heads have quantised o in this run. */
+static void mix_out(ctx *c, const coli_layer *l, int is_quantised)
 {
     coli_buffers *b = c->b;
     int n_rows = c->r->batch.n_rows;
-    if (is_r16(&l->out)) {
+    if (is_r16(&l->out) && !is_quantised) {
         /* by group where there is one row, else by row: the same values either way */
-        int groups = l->out.n_groups;
         if (n_rows == 1) {
-            FOR_ITEMS(c, groups, item)
+            FOR_ITEMS(c, l->out.n_groups, item)
                 c->k->quantize_groups(b->o, l->out.cols, &b->acts_o, 0, item, item + 1);
         } else {
             FOR_ITEMS(c, n_rows, row)
@@ -621,11 +660,16 @@ static void moe_one_row(ctx *c, const coli_layer *l)
         total += list[i].blocks;
     c->phase++;
     for (int v = 0; v < c->n_threads; v++)
-        gate_up_share(c, list, n, total, (c->tid + v) % c->n_threads);
+        gate_up_share(c, list, n, total, (c->rank + v) % c->n_threads);
+    if (n) {
+        coli_matrix down = *list[0].down;
+        down.data += list[0].offset;
+        hint_matrix(c, &down);
+    }
     barrier(c);
     c->phase++;
     for (int v = 0; n && v < c->n_threads; v++)
-        down_share(c, list, n, (c->tid + v) % c->n_threads);
+        down_share(c, list, n, (c->rank + v) % c->n_threads);
     barrier(c);
 }
 
@@ -742,9 +786,11 @@ static void moe_rows(ctx *c, const coli_layer *l)
     barrier(c);
 }
 
-static void moe(ctx *c, const coli_layer *l)
+/* is_grouped : NORM2 of this run has ordered the ranks by expert. */
+static void moe(ctx *c, const coli_layer *l, int is_grouped)
 {
-    coli_barrier(c->r->team, group_by_expert, c->r);
+    if (!is_grouped) /* somebody may have marked ranks as external in between */
+        coli_barrier(c->r->team, c->tid, NULL, group_by_expert, c->r);
     if (c->r->batch.n_rows == 1 && is_r16(&l->shared.gate) && is_r16(&l->experts.gate))
         moe_one_row(c, l);
     else
@@ -808,9 +854,10 @@ static void run_op(ctx *c, int number)
     const coli_geometry *g = &c->net->g;
     int layer = number / COLI_N_OPS, op = number % COLI_N_OPS, n_rows = r->batch.n_rows;
     if (layer >= g->n_layers) {
-        if (op == COLI_FINAL)
-            barrier_rows(c, norm_final_row, r->batch.n_logits, NULL);
-        else {
+        if (op == COLI_FINAL) {
+            hint_matrix(c, &c->net->head);
+            barrier_rows(c, norm_final_row, r->batch.n_logits, NULL, NULL);
+        } else {
             matmul(c, &c->net->head, &b->acts, b->xn, b->hidden_pad, r->batch.n_logits, r->batch.logits, b->vocab_pad);
             barrier(c);
             check_finite(c);
@@ -820,10 +867,12 @@ static void run_op(ctx *c, int number)
     const coli_layer *l = &c->net->layers[layer];
     switch (op) {
     case COLI_NORM1:
-        barrier_rows(c, norm1_row, n_rows, l);
+        hint_matrix(c, &l->in);
+        barrier_rows(c, norm1_row, n_rows, l, NULL);
         break;
     case COLI_MIX_IN:
         matmul(c, &l->in, &b->acts, b->xn, b->hidden_pad, n_rows, b->proj, b->proj_pad);
+        hint_matrix(c, &l->out);
         barrier(c);
         break;
     case COLI_MIX_CORE:
@@ -833,16 +882,17 @@ static void run_op(ctx *c, int number)
             deltanet_core(c, l);
         break;
     case COLI_MIX_OUT:
-        mix_out(c, l);
+        mix_out(c, l, number > c->first && quantises_heads(l, l->is_attention ? g->head_dim : g->dn_v_dim));
         break;
     case COLI_NORM2:
-        barrier_rows(c, norm2_row, n_rows, l);
+        c->hint.left = 0;
+        barrier_rows(c, norm2_row, n_rows, l, NULL);
         matmul(c, &l->router, NULL, b->xn, b->hidden_pad, n_rows, b->router, g->n_experts);
         matmul(c, &l->shared_gate, NULL, b->xn, b->hidden_pad, n_rows, b->shared_gate, 1);
-        barrier_rows(c, choose_experts, n_rows, l);
+        barrier_rows(c, choose_experts, n_rows, l, number + 1 < c->last ? group_by_expert : NULL);
         break;
     case COLI_MOE:
-        moe(c, l);
+        moe(c, l, number > c->first);
         break;
     case COLI_COMBINE: {
         int pieces = (g->hidden_size + COMBINE_COLUMNS - 1) / COMBINE_COLUMNS;
@@ -866,15 +916,19 @@ void coli_embed(coli_runner *r)
 void coli_run_ops(coli_runner *r, int first, int last)
 {
     uint32_t phase = r->phase;
+    coli_team_begin(r->team);
+    r->team->judges = r->batch.n_rows <= 16;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(r->team->n_threads)
 #endif
     {
         ctx c = {.r = r, .k = r->k, .net = r->net, .b = &r->b, .tid = omp_get_thread_num(),
-                 .n_threads = r->team->n_threads, .phase = phase};
+                 .n_threads = r->team->n_active, .first = first, .last = last, .phase = phase};
+        c.rank = r->team->shares[c.tid].rank;
         c.scratch = r->b.scratch + c.tid * r->b.scratch_bytes;
-        for (int number = first; number < last; number++)
-            run_op(&c, number);
+        if (c.rank >= 0) /* a parked thread sits this run out */
+            for (int number = first; number < last; number++)
+                run_op(&c, number);
         r->weight_bytes[c.tid * 16] += c.bytes;
         if (c.tid == 0)
             r->phase = c.phase;
@@ -889,18 +943,19 @@ void coli_read_buffers(coli_runner *r, const uint8_t *const *data, const int64_t
 {
     uint32_t phase = r->phase;
     static _Atomic uint64_t sink; /* so that no compiler drops the reads */
+    coli_team_begin(r->team);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(r->team->n_threads)
 #endif
     {
-        int tid = omp_get_thread_num(), n_threads = r->team->n_threads;
+        int tid = omp_get_thread_num(), n_threads = r->team->n_active, rank = r->team->shares[tid].rank;
         uint32_t mine = phase;
         uint64_t x = 0;
-        for (int i = 0; i < n; i++) {
+        for (int i = 0; rank >= 0 && i < n; i++) {
             int pieces = (int)((n_bytes[i] + READ_PIECE - 1) / READ_PIECE);
             mine++;
             for (int v = 0; v < n_threads; v++) {
-                int who = (tid + v) % n_threads, first = coli_share_begin(pieces, who, n_threads);
+                int who = (rank + v) % n_threads, first = coli_share_begin(pieces, who, n_threads);
                 int share = coli_share_begin(pieces, who + 1, n_threads) - first, steps = (share + 3) / 4, j;
                 while ((j = coli_claim(r->team, who, mine, steps)) >= 0) {
                     const uint8_t *streams[4];

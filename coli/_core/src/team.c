@@ -62,7 +62,9 @@ coli_team *coli_team_new(int n_threads)
         return NULL;
     memset(memory, 0, sizeof(coli_team));
     coli_team *t = memory;
-    t->n_threads = n_threads;
+    t->n_threads = t->n_active = n_threads;
+    for (int i = 0; i < n_threads; i++)
+        t->shares[i].rank = i;
     t->spin_ns = 50000;
     t->yields = 1;
     return t;
@@ -99,10 +101,63 @@ static int64_t now_ns(void)
     return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
 }
 
-void coli_barrier(coli_team *t, void (*then)(void *), void *arg)
+/* A thread that keeps everyone waiting for longer than any item takes has lost its core to somebody else. */
+#define LONG_WAIT_NS 400000
+#define STRIKES 3              /* in one window, then it is parked */
+#define WINDOW_NS 500000000
+#define PARK_NS 1000000000     /* then it is tried again: that costs a few long waits, one in a hundred */
+
+void coli_team_begin(coli_team *t)
+{
+    int64_t now = now_ns();
+    int parked = 0, rank = 0, new_window = now - t->window_ns > WINDOW_NS;
+    if (t->n_threads == 1)
+        return;
+    for (int i = 1; i < t->n_threads; i++)
+        parked += t->shares[i].parked_until_ns > now;
+    for (int i = 0; i < t->n_threads; i++) {
+        coli_share *s = &t->shares[i];
+        int strikes = atomic_load_explicit(&s->strikes, memory_order_relaxed);
+        if (i > 0 && strikes >= STRIKES && s->parked_until_ns <= now && parked < t->n_threads / 2) {
+            s->parked_until_ns = now + PARK_NS;
+            t->parked_times++;
+            parked++;
+            strikes = 0;
+            atomic_store_explicit(&s->strikes, 0, memory_order_relaxed);
+        }
+        if (new_window && strikes)
+            atomic_store_explicit(&s->strikes, 0, memory_order_relaxed);
+        s->rank = s->parked_until_ns > now ? -1 : rank++;
+    }
+    if (new_window)
+        t->window_ns = now;
+    t->n_active = rank;
+}
+
+/* Who has not come to the barrier of this epoch; strikes for them if the wait was long. One waiter reports. */
+static void report_late(coli_team *t, int epoch, const int *late, int n_late)
+{
+    int seen = atomic_load_explicit(&t->reported, memory_order_relaxed);
+    if (seen != epoch + 1 &&
+        atomic_compare_exchange_strong_explicit(&t->reported, &seen, epoch + 1, memory_order_relaxed, memory_order_relaxed))
+        for (int i = 0; i < n_late; i++)
+            atomic_fetch_add_explicit(&t->shares[late[i]].strikes, 1, memory_order_relaxed);
+}
+
+static int find_late(coli_team *t, int epoch, int *late, int most)
+{
+    int n = 0;
+    for (int i = 0; i < t->n_threads && n < most; i++)
+        if (t->shares[i].rank >= 0 && atomic_load_explicit(&t->shares[i].at, memory_order_relaxed) != epoch + 1)
+            late[n++] = i;
+    return n;
+}
+
+void coli_barrier(coli_team *t, int tid, coli_hint *hint, void (*then)(void *), void *arg)
 {
     int epoch = atomic_load_explicit(&t->epoch, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->n_threads - 1) {
+    atomic_store_explicit(&t->shares[tid].at, epoch + 1, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->n_active - 1) {
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         if (then)
             then(arg);
@@ -112,25 +167,36 @@ void coli_barrier(coli_team *t, void (*then)(void *), void *arg)
             wake_all(&t->epoch);
         return;
     }
-    int64_t until = 0;
+    int64_t began = 0;
     for (int spins = 0;; spins++) {
         if (atomic_load_explicit(&t->epoch, memory_order_acquire) != epoch)
             return;
-        PAUSE();
+        if (hint && hint->left > 0) {
+            for (int s = 0; s < 4; s++) {
+                __builtin_prefetch(hint->stream[s], 0, 2);
+                __builtin_prefetch(hint->stream[s] + 64, 0, 2);
+                hint->stream[s] += 128;
+            }
+            hint->left -= 128;
+        } else
+            PAUSE();
         if ((spins & 63) == 63) { /* the clock costs 20 ns: ask it now and then */
             int64_t now = now_ns();
-            if (!until)
-                until = now + t->spin_ns;
-            else if (now > until)
+            if (!began)
+                began = now;
+            else if (now - began > t->spin_ns)
                 break;
             if (t->yields)
                 sched_yield();
         }
     }
+    int late[4], n_late = find_late(t, epoch, late, 4);
     atomic_fetch_add_explicit(&t->sleepers, 1, memory_order_seq_cst);
     while (atomic_load_explicit(&t->epoch, memory_order_seq_cst) == epoch)
         sleep_on(&t->epoch, epoch);
     atomic_fetch_sub_explicit(&t->sleepers, 1, memory_order_relaxed);
+    if (t->judges && now_ns() - began > LONG_WAIT_NS)
+        report_late(t, epoch, late, n_late);
 }
 
 /* ---- binding --------------------------------------------------------------------------------------- */

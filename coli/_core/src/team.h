@@ -15,15 +15,30 @@
 
 typedef struct coli_share {
     _Alignas(COLI_LINE) _Atomic uint64_t claim; /* phase << 32 | next item of this thread's share */
+    _Alignas(COLI_LINE) atomic_int at;          /* barriers this thread has come to: who is missing at one */
+    atomic_int strikes;                         /* long waits for this thread in the present window */
+    int rank;                                   /* among the active threads, or -1 while it is parked */
+    int64_t parked_until_ns;
 } coli_share;
+
+/* Cache lines that a thread will read next, fetched while it waits: four streams, `left` bytes of each. */
+typedef struct coli_hint {
+    const uint8_t *stream[4];
+    int64_t left;
+} coli_hint;
 
 typedef struct coli_team {
     int n_threads;
-    int spin_ns; /* how long a waiter spins before it sleeps */
-    int yields;  /* give the CPU away while spinning: workers that nobody pinned may share one */
+    int n_active; /* threads that work in the present region; the others are parked */
+    int spin_ns;  /* how long a waiter spins before it sleeps */
+    int yields;   /* give the CPU away while spinning: workers that nobody pinned may share one */
+    int judges;   /* strikes are given: items of this run are far shorter than a long wait */
+    int64_t window_ns;    /* start of the window in which strikes count */
+    int64_t parked_times; /* how often a thread was parked, for the stats */
     _Alignas(COLI_LINE) atomic_int arrived;
     _Alignas(COLI_LINE) atomic_int epoch; /* futex word: counts barriers */
     atomic_int sleepers;
+    atomic_int reported; /* the last epoch for which somebody gave strikes */
     coli_share shares[COLI_MAX_THREADS];
 } coli_team;
 
@@ -43,8 +58,13 @@ int coli_team_fp_ok(coli_team *t);
 /* 1 when this build has OpenMP. */
 int coli_has_openmp(void);
 
-/* Wait for all; the last one to arrive first runs then(arg), alone, if then is given. */
-void coli_barrier(coli_team *t, void (*then)(void *), void *arg);
+/* Called before a region: parks threads that the others had to wait for (their core is somebody else's at the
+ * moment), takes back those that have sat out, and numbers the active ones. Thread 0 is never parked. */
+void coli_team_begin(coli_team *t);
+
+/* Wait for all active threads; the last one to arrive first runs then(arg), alone, if then is given.
+ * hint (or NULL): what to fetch while waiting. */
+void coli_barrier(coli_team *t, int tid, coli_hint *hint, void (*then)(void *), void *arg);
 
 /* Next item in [0, count) of the victim's share in this phase, or -1 when it is used up.
  * A share needs no set-up: its counter belongs to a phase number that all threads count alike. */
