@@ -58,7 +58,8 @@ class ModelConfig:
     """What the forward pass needs to know of a model.
 
     Field names are the keys of the (text) config.  ``layer_types`` has one of "linear_attention"
-    (Gated DeltaNet) or "full_attention" a layer.  ``eos_token_ids`` are the ids that end an answer.
+    (Gated DeltaNet) or "full_attention" a layer.  ``eos_token_ids`` are what these two files name, checked; an answer ends
+    at more than these (`coli.text.defaults.stop_ids`, which knows the tokenizer's files too).
     """
 
     model_type: str
@@ -196,6 +197,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parsed
 
 
+def shown(value: Any, longest: int = 80) -> str:
+    """A value from a file or a request, for a message of one line: in ASCII, control characters escaped, cut to length."""
+    text = ascii(value)
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def one_line(error: BaseException, longest: int = 300) -> str:
+    """What a library says of an error, which may quote the file at length, as one line of printable characters."""
+    text = " ".join(str(error).split())
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:longest])
+    return text if len(text) < longest else text[: longest - 3] + "..."
+
+
 class _Fields:
     """Typed look-ups in one JSON object; knows what its errors must name."""
 
@@ -245,10 +259,10 @@ class _Fields:
         return value
 
     def error(self, key: str, found: Any, expected: str) -> ModelError:
-        shown = json.dumps(found, default=str)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        return ModelError(f"{self.source}: {self.prefix}{key} is {shown}; {expected}")
+        text = json.dumps(found, default=str)
+        if len(text) > 80:
+            text = text[:77] + "..."
+        return ModelError(f"{self.source}: {self.prefix}{key} is {text}; {expected}")
 
 
 def _model_type(fields: _Fields) -> str:

@@ -20,6 +20,8 @@ HIDDEN, LAYERS, EXPERTS, TOP_K, WIDTH, VOCAB = 64, 4, 8, 2, 32, 272
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 K_HEADS, V_HEADS, K_DIM, V_DIM, TAPS = 2, 4, 16, 16, 4
 NESTED, FLAT = "model.language_model.", "model."
+# The byte tokenizer of this vocabulary: bytes are ids 0 to 255, <|endoftext|> 256, <|im_start|> 257, <|im_end|> 258.
+_TOKENIZER = Path(__file__).parent / "data" / "cases" / "tiny_nested" / "tokenizer.json"
 
 Tensors = dict[str, np.ndarray]
 Stored = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -153,7 +155,7 @@ def write_folder(folder: Path, shards: dict[str, Stored], config: dict, generati
         _json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     _json(folder / "config.json", config)
     _json(folder / "generation_config.json", generation or {"eos_token_id": [258, 256], "temperature": 1.0})
-    _json(folder / "tokenizer.json", {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}})
+    (folder / "tokenizer.json").write_bytes(_TOKENIZER.read_bytes())
     _json(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
     return folder
 

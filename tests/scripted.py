@@ -101,15 +101,15 @@ def reciting(*answers: Sequence[int]) -> Callable[[list[int]], int]:
     """A script that gives the n-th answer to a prompt with n turns of the assistant (one, if it shows none).
 
     Past its end an answer goes on with ``<|endoftext|>``.  Where a prompt ended is learnt from the first logits asked
-    for a turn, so each turn of a script has one prompt.
+    behind so many openings of an assistant's turn, so each turn of a script has one prompt.
     """
     opening = tiny_ids("<|im_start|>assistant\n")
     begins: dict[int, int] = {}
 
     def next_id(ids: list[int]) -> int:
         turns = sum(ids[i : i + len(opening)] == opening for i in range(len(ids)))
-        turn = max(turns - 1, 0)
-        done = len(ids) - begins.setdefault(turn, len(ids))
-        return answers[turn][done] if done < len(answers[turn]) else TINY_SPECIAL["<|endoftext|>"]
+        done = len(ids) - begins.setdefault(turns, len(ids))
+        answer = answers[max(turns - 1, 0)]
+        return answer[done] if done < len(answer) else TINY_SPECIAL["<|endoftext|>"]
 
     return next_id

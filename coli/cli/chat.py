@@ -1,8 +1,9 @@
 """``coli chat``: a conversation on the terminal, or piped in a turn a line.
 
-The history is messages; each turn renders the whole of it.  A turn whose prompt goes on from what the session took in
-computes only the rest; otherwise (the template dropped an old thought, a turn was cut off) it starts from scratch.
-Both give the same bits.
+The history is messages; each turn renders the whole of it and computes only what is new.  The last answer's state serves
+where the prompt goes on from it.  Where it does not (the template dropped a thought, an answer was cut off), a copy of the
+state from before that answer does: it was kept behind the turn's message, where the answer's part of the prompt began.
+Otherwise (/load) it starts from scratch.  All three give the same bits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from coli.errors import ColiError, ModelError, RequestError
 from coli.log import logger
 
 if TYPE_CHECKING:
+    from coli.cli.remote import RemoteConversation
     from coli.engine.generate import Generation
     from coli.engine.session import Session
     from coli.model import Model
@@ -49,32 +51,56 @@ _FENCE = '"""'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_model(parser)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a container folder, a Hugging Face folder, or demo")
+    parser.add_argument(
+        "--url", metavar="URL", help="talk with a running server (coli serve) instead of loading a model"
+    )
     parser.add_argument("--no-thinking", action="store_true", help="ask the template for no thinking")
+    parser.add_argument(
+        "--preserve-thinking", action="store_true", help="ask the template to keep the thoughts of earlier turns"
+    )
     common.add_sampling(parser, max_tokens=None)
     common.add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    thinking = {
+        "enable_thinking": False if args.no_thinking else None,
+        "preserve_thinking": True if args.preserve_thinking else None,
+    }
+    if args.url is not None:
+        from coli.cli.remote import RemoteConversation, refuse_loading
+
+        refuse_loading(args)
+        remote = RemoteConversation(args.url, common.sampling_of(args), **thinking)
+        return _talk(remote, remote.check())
+    if args.model is None:
+        raise RequestError("nobody to talk with: name a MODEL, or a running server by --url")
     with common.load_model(args) as model:
         sampling = common.sampling_of(args, model.sampling_defaults)
-        conversation = Conversation(model, sampling, enable_thinking=False if args.no_thinking else None)
+        conversation = Conversation(model, sampling, **thinking)
         _ = model.template  # a model that cannot chat says so now, not after the first message
-        reader = InputReader()
-        if reader.is_terminal:
-            logger("chat").info("%s; /help lists the commands", args.model)
-        while (text := reader.read()) is not None:
-            if text.strip() and not _turn(conversation, text, reader.is_terminal):
-                break
+        return _talk(conversation, args.model)
+
+
+def _talk(conversation: Conversation | RemoteConversation, name: str) -> int:
+    reader = InputReader()
+    if reader.is_terminal:
+        logger("chat").info("%s; /help lists the commands", name)
+    while (text := reader.read()) is not None:
+        if text.strip() and not _turn(conversation, text, reader.is_terminal):
+            break
     return 0
 
 
-def _turn(conversation: Conversation, text: str, is_terminal: bool) -> bool:
+def _turn(conversation: Conversation | RemoteConversation, text: str, is_terminal: bool) -> bool:
     """One command or message; False to leave.  An error ends the turn, and a piped conversation."""
     try:
         if text.startswith("/"):
             return _command(conversation, text.strip())
         _say(conversation, text)
+    except KeyboardInterrupt:
+        print("\n(interrupted)", file=sys.stderr)
     except ColiError as error:
         if not is_terminal:
             raise
@@ -82,7 +108,7 @@ def _turn(conversation: Conversation, text: str, is_terminal: bool) -> bool:
     return True
 
 
-def _say(conversation: Conversation, text: str) -> None:
+def _say(conversation: Conversation | RemoteConversation, text: str) -> None:
     thought = common.ThoughtWriter()
     try:
         with contextlib.closing(conversation.answer(text)) as deltas:
@@ -101,7 +127,7 @@ def _say(conversation: Conversation, text: str) -> None:
     sys.stdout.flush()
 
 
-def _command(conversation: Conversation, text: str) -> bool:
+def _command(conversation: Conversation | RemoteConversation, text: str) -> bool:
     name, _, argument = text.partition(" ")
     argument = argument.strip()
     if name not in _NAMES:
@@ -125,16 +151,23 @@ def _command(conversation: Conversation, text: str) -> bool:
 
 
 class Conversation:
-    """The messages so far and the session that computed them.
+    """The messages so far and the states that computed them.
 
     messages : in the form of the chat API, with ``reasoning_content`` where the model thought.
     """
 
-    def __init__(self, model: Model, sampling: dict[str, Any], *, enable_thinking: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        sampling: dict[str, Any],
+        *,
+        enable_thinking: bool | None = None,
+        preserve_thinking: bool | None = None,
+    ) -> None:
         self._model = model
         self._sampling = sampling
-        self._enable_thinking = enable_thinking
-        self._session: Session | None = None
+        self._thinking = {"enable_thinking": enable_thinking, "preserve_thinking": preserve_thinking}
+        self._states: list[Session] = []  # of the last turn: behind its answer, and behind its message
         self._last: Generation | None = None
         self.messages: list[dict[str, Any]] = []
 
@@ -144,16 +177,16 @@ class Conversation:
         However the answer ends, what came of it joins the history; a turn without any answer is forgotten.
         """
         user = {"role": "user", "content": text}
-        answer = self._model.chat(
-            [*self.messages, user],
-            enable_thinking=self._enable_thinking,
-            session=self._session,
-            **self._sampling,
-        )
-        self._last, self._session = answer.generation, answer.generation.session
+        turns = [*self.messages, user]
+        shared = self._model.template.render(turns, add_generation_prompt=False, **self._thinking).ids
+        state = next((state for state in self._states if shared[: len(state.ids)] == state.ids), None)
+        answer = self._model.chat(turns, session=state, **self._thinking, **self._sampling)
+        generation = self._last = answer.generation
+        generation.keep_state_behind(shared)
         try:
             yield from answer.deltas()
         finally:
+            self._states = [state for state in (generation.session, generation.kept) if state is not None]
             if answer.content is not None or answer.reasoning is not None:
                 reply = {"role": "assistant", "content": answer.content or ""}
                 if answer.reasoning is not None:
@@ -163,15 +196,24 @@ class Conversation:
     def reset(self, messages: list[dict[str, Any]] | None = None) -> None:
         """Start again, with nothing or with a history."""
         self.messages = messages or []
-        self._session = self._last = None
+        self._states, self._last = [], None
 
     def stats(self) -> Iterator[str]:
-        """Lines about the last answer and the model."""
+        """Lines about the last answer, the model, and what lies where."""
         if self._last is not None:
             yield common.speed_line(self._last)
             yield f"context: {len(self._last.session.ids)} of {self._model.context} tokens"
-        for name, value in self._model.stats().items():
-            yield f"{name}: {value}"
+        stats, placed = self._model.stats(), self._model.placed
+        yield f"model: {stats['model']}"
+        yield f"kernels: {stats['isa']}, threads: {stats['threads']}"
+        if placed is None or placed.plan is None:
+            yield "place: everything on the CPU"
+            return
+        from coli.placement import place_lines
+
+        yield from (f"[place] {line}" for line in place_lines(placed.plan))
+        yield from (f"[place] {part} on {device} failed, the CPU does it: {why}" for part, device, why in stats["fallen"])
+        yield from (f"[tier] {line}" for line in placed.summary())
 
 
 class InputReader:
@@ -179,6 +221,7 @@ class InputReader:
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty()
+        self._lines = 0
         if self.is_terminal and sys.stdout.isatty():
             import readline  # noqa: F401  gives input() line editing and history
 
@@ -189,6 +232,10 @@ class InputReader:
                 return self._read()
             except KeyboardInterrupt:
                 print("\n(/quit or Ctrl-D leaves)", file=sys.stderr)
+            except RequestError as error:
+                if not self.is_terminal:
+                    raise
+                print(f"coli: error: {error}", file=sys.stderr)
 
     def _read(self) -> str | None:
         line = self._line("> ")
@@ -205,17 +252,20 @@ class InputReader:
         return "\n".join(lines if line is None else [*lines, line])
 
     def _line(self, prompt: str) -> str | None:
+        self._lines += 1
         try:
             if self.is_terminal and sys.stdout.isatty():
-                return input(prompt)
+                line = input(prompt)
+                line.encode()  # a locale other than UTF-8 lets odd bytes in as lone surrogates
+                return line
             if self.is_terminal:  # standard output is the answer's alone
                 print(prompt, end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            line = sys.stdin.buffer.readline().decode("utf-8")
         except EOFError:
             return None
-        except UnicodeDecodeError as error:
-            raise RequestError(f"standard input: not UTF-8 at byte {error.start}") from None
-        return line.removesuffix("\n") if line else None
+        except UnicodeError:
+            raise RequestError(f"standard input: line {self._lines} is not UTF-8") from None
+        return line.removesuffix("\n").removesuffix("\r") if line else None
 
 
 def save_messages(path: Path, messages: list[dict[str, Any]]) -> None:

@@ -59,6 +59,7 @@ def describe_container(container: Container) -> dict[str, Any]:
         "kind": "container",
         "geometry": asdict(container.config),
         "chat_template": _chat_template(container.path),
+        "stop_ids": _stop_ids(container.path),
         "formats": {
             "trunk": manifest.trunk_format,
             "experts": manifest.expert_format,
@@ -96,6 +97,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "kind": "checkpoint",
         "geometry": asdict(checkpoint.config),
         "chat_template": _chat_template(checkpoint.path),
+        "stop_ids": _stop_ids(checkpoint.path),
         "tied": checkpoint.config.tie_word_embeddings,
         "files": len(checkpoint.files),
         "tensors": types,
@@ -109,6 +111,15 @@ def _chat_template(path: Path) -> dict[str, Any]:
 
     sources = template_sources(path)
     return {"used": sources.used, "differ": sources.differ}
+
+
+def _stop_ids(path: Path) -> list[int]:
+    """The ids that end an answer: those of all files that name one."""
+    from coli.text.defaults import stop_ids
+    from coli.text.tokenizer import Tokenizer
+
+    token_id = Tokenizer.open(path).token_id if (path / "tokenizer.json").exists() else None
+    return sorted(stop_ids(path, token_id))
 
 
 def _verify(container: Container) -> int:
@@ -148,7 +159,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         "experts": f"{geometry['num_experts']} of {geometry['moe_intermediate_size']}, "
         f"{geometry['num_experts_per_tok']} a token, and a shared one of {geometry['shared_expert_intermediate_size']}",
         "context": f"{geometry['max_position_embeddings']:,} positions",
-        "eos_token_id": ", ".join(map(str, geometry["eos_token_ids"])) or "none",
+        "stop ids": ", ".join(map(str, found["stop_ids"])) or "none",
         "chat template": found["chat_template"]["used"] or "none",
     }
     if found["chat_template"]["differ"]:

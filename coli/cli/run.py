@@ -73,7 +73,7 @@ def _ids(text: str) -> list[int]:
     for item in text.split(","):
         if not item.strip().isdecimal():
             raise RequestError(
-                f"--ids holds {item.strip()!r}; token ids separated by commas were expected", param="ids"
+                f"--ids holds {item.strip()!r:.80}; token ids separated by commas were expected", param="ids"
             )
         ids.append(int(item))
     return ids

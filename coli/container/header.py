@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from coli.config import shown
 from coli.errors import ModelError
 
 # Bits of one value, by safetensors' names.  More than we compute with: skipped tensors may be of any type.
@@ -27,6 +28,7 @@ DTYPE_BITS = {
 # The safetensors package refuses longer headers too.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 16
+_LONGEST_NAME = 200  # twice the longest of a published checkpoint's
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,9 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made: dict[str, object] = {}
     for name, value in pairs:
         if name in made:
-            raise ValueError(f"{_shown(name)} stands twice")
+            raise ValueError(f"{shown(name)} stands twice")
         made[name] = value
     return made
-
-
-def _shown(value: object) -> str:
-    """A value from the file, for a message of one line."""
-    text = ascii(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _is_size(value: object) -> bool:
@@ -137,18 +133,20 @@ def _is_size(value: object) -> bool:
 
 
 def _entry(name: str, fields: object, data_offset: int, source: str) -> TensorEntry:
-    if not name.isprintable():  # every later message names tensors as they are
-        raise ModelError(f"{source}: tensor name {_shown(name)} holds characters that cannot be printed")
+    if not name.isprintable() or len(name) > _LONGEST_NAME:  # every later message names tensors as they are
+        raise ModelError(
+            f"{source}: tensor name {shown(name)} holds characters that cannot be printed, or more than {_LONGEST_NAME}"
+        )
     where = f"{source}: tensor {name}"
     if not isinstance(fields, dict):
         raise ModelError(f"{where}: its entry is a JSON {type(fields).__name__}, expected an object")
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ModelError(f"{where}: dtype {_shown(dtype)} is not one of safetensors' ({', '.join(DTYPE_BITS)})")
+        raise ModelError(f"{where}: dtype {shown(dtype)} is not one of safetensors' ({', '.join(DTYPE_BITS)})")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(_is_size, shape)):
-        raise ModelError(f"{where}: shape {_shown(shape)} is not a list of sizes")
+        raise ModelError(f"{where}: shape {shown(shape)} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise ModelError(f"{where}: data_offsets {_shown(offsets)} is not a pair of byte numbers")
+        raise ModelError(f"{where}: data_offsets {shown(offsets)} is not a pair of byte numbers")
     begin, end = offsets
     expected = tensor_bytes(dtype, shape)
     if end - begin != expected:

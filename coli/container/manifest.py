@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from coli.config import read_json_object
+from coli.config import read_json_object, shown
 from coli.container.layout import FORMATS
 from coli.errors import ModelError
 
@@ -65,14 +65,14 @@ def parse_manifest(values: dict[str, Any], source: str) -> Manifest:
     """Check a parsed ``coli.json``.  source : what errors call the file."""
 
     def error(field: str, found: Any, expected: str) -> ModelError:
-        return ModelError(f"{source}: {field} is {found!r}; expected {expected}")
+        return ModelError(f"{source}: {field} is {shown(found)}; expected {expected}")
 
     if values.get("format") != "coli":
         raise error("format", values.get("format"), "'coli'")
     version = values.get("version")
     if version != VERSION or isinstance(version, bool):
         raise ModelError(
-            f"{source}: container version {version!r}; this coli reads version {VERSION}: convert the checkpoint again"
+            f"{source}: container version {shown(version)}; this coli reads version {VERSION}: convert the checkpoint again"
         )
     types = {"str": str, "bool": bool}
     for field in fields(Manifest):
@@ -82,17 +82,17 @@ def parse_manifest(values: dict[str, Any], source: str) -> Manifest:
     made = Manifest(**{field.name: values[field.name] for field in fields(Manifest)})
 
     for field in ("trunk_format", "expert_format"):
-        if getattr(made, field) not in FORMATS:
+        if not _is_format(getattr(made, field)):
             raise error(field, getattr(made, field), f"one of {', '.join(FORMATS)}")
     if FORMATS[made.expert_format].is_blocks != made.is_quantised:
         raise error("expert_format", made.expert_format, f"one that goes with trunk_format {made.trunk_format}")
     if made.kv_dtype != ("float16" if made.is_quantised else "float32"):
         raise error("kv_dtype", made.kv_dtype, f"the one that goes with trunk_format {made.trunk_format}")
     for name, matrix in made.matrices.items():
-        if not isinstance(matrix, dict) or matrix.get("format") not in FORMATS:
-            raise error(f"matrices.{name}", matrix, f"an object whose format is one of {', '.join(FORMATS)}")
+        if not isinstance(matrix, dict) or not _is_format(matrix.get("format")):
+            raise error(f"matrices[{shown(name)}]", matrix, f"an object whose format is one of {', '.join(FORMATS)}")
     for name, file in made.files.items():
-        if not name or "/" in name or "\\" in name or name in (".", ".."):
+        if not is_file_name(name):
             raise error("files", name, "names of files in the folder")
         if not isinstance(file, dict) or type(file.get("bytes")) is not int:
             raise error(f"files.{name}", file, "an object with the file's bytes")
@@ -100,6 +100,17 @@ def parse_manifest(values: dict[str, Any], source: str) -> Manifest:
         if not all(isinstance(d, str) and _SHA256.fullmatch(d) for d in digests.values()):
             raise error(f"files.{name}", "without its checksums", "sha256 of the file and of each tensor")
     return made
+
+
+def is_file_name(name: object) -> bool:
+    """Whether this is the name of a file in a folder, as any system takes it, and no path out of it."""
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= 255:
+        return False
+    return not set(name) & set("/\\") and name not in (".", "..")
+
+
+def _is_format(value: object) -> bool:
+    return isinstance(value, str) and value in FORMATS
 
 
 def _object(values: dict[str, Any], key: str) -> dict[str, Any]:

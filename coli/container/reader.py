@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coli.config import ModelConfig
+from coli.config import ModelConfig, shown
 from coli.container.header import Header, TensorEntry, read_header
 from coli.container.layout import ALIGN_BYTES, FORMATS, MatrixLayout, SlabLayout, matrix_layout, slab_layout
 from coli.container.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -274,7 +274,7 @@ def _layout(
         rows, cols = entry.shape
         if stated is None or (stated.get("rows"), stated.get("cols")) != (rows, cols):
             raise ModelError(
-                f"{source}: matrices.{entry.name} is {stated}; config.json makes it {rows} rows and {cols} cols"
+                f"{source}: matrices.{entry.name} is {shown(stated)}; config.json makes it {rows} rows and {cols} cols"
             )
         format = stated["format"]
         if FORMATS[format].is_blocks != manifest.is_quantised:
@@ -290,7 +290,7 @@ def _layout(
     layout = slab_layout(manifest.expert_format, hidden_size, intermediate_size)
     for key, value in experts_field(layout, *counts).items():
         if manifest.experts.get(key) != value:
-            raise ModelError(f"{source}: experts.{key} is {manifest.experts.get(key)!r}; config.json makes it {value}")
+            raise ModelError(f"{source}: experts.{key} is {shown(manifest.experts.get(key))}; config.json makes it {value}")
     return manifest.expert_format, layout, *counts
 
 

@@ -22,8 +22,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from coli._core import quantize
-from coli.config import ModelConfig, read_json_object
+from coli.config import ModelConfig, one_line, read_json_object, shown
 from coli.container.header import TensorEntry, read_header
+from coli.container.manifest import is_file_name
 from coli.container.reader import STORED_FORMATS, widen
 from coli.errors import ModelError
 
@@ -255,8 +256,8 @@ def _shards(folder: Path) -> list[Path]:
     if index.exists():
         names = _weight_map(index).values()
         for name in names:
-            if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(".safetensors"):
-                raise ModelError(f"{index}: weight_map names {name!r}, which is no safetensors file of the folder")
+            if not is_file_name(name) or not name.endswith(".safetensors"):
+                raise ModelError(f"{index}: weight_map names {shown(name)}, which is no safetensors file of the folder")
         shards = [folder / name for name in sorted(set(names))]
         for shard in shards:
             if not shard.exists():
@@ -288,7 +289,7 @@ def _entries(folder: Path, shards: list[Path]) -> dict[str, tuple[Path, TensorEn
             with safe_open(shard, "np"):  # its own validation, in case it is stricter than ours
                 pass
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{shard}: refused by the safetensors package: {error}") from None
+            raise ModelError(f"{shard}: refused by the safetensors package: {one_line(error)}") from None
         for name, entry in header.tensors.items():
             if name in found:
                 raise ModelError(f"{shard}: tensor {name} is also in {found[name][0].name}")
@@ -298,7 +299,7 @@ def _entries(folder: Path, shards: list[Path]) -> dict[str, tuple[Path, TensorEn
         weight_map = _weight_map(index)
         for name, file in weight_map.items():
             if name not in found or found[name][0].name != file:
-                raise ModelError(f"{folder / file}: tensor {name} is not in it, though {INDEX_NAME} says so")
+                raise ModelError(f"{folder / file}: tensor {shown(name)} is not in it, though {INDEX_NAME} says so")
         for name, (shard, _) in found.items():
             if name not in weight_map:
                 raise ModelError(f"{shard}: tensor {name} is not in {INDEX_NAME}")
@@ -313,7 +314,7 @@ def _block_size(folder: Path) -> tuple[int, int]:
     blocks = quantization.get("weight_block_size", [128, 128]) if isinstance(quantization, dict) else None
     sizes = blocks if isinstance(blocks, list) else []
     if len(sizes) != 2 or not all(type(n) is int and 1 <= n <= 1 << 20 for n in sizes):
-        raise ModelError(f"{path}: quantization_config.weight_block_size is {blocks!r}; expected two sizes")
+        raise ModelError(f"{path}: quantization_config.weight_block_size is {shown(blocks)}; expected two sizes")
     return sizes[0], sizes[1]
 
 

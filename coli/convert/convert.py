@@ -141,7 +141,7 @@ def convert(
             kv_dtype="float32" if options.trunk_bits == 16 else "float16",
             tied=checkpoint.config.tie_word_embeddings,
             source={
-                "name": _source_name(checkpoint.path),
+                "name": source_name(checkpoint.path),
                 "tensors": len(checkpoint.tensors),
                 "bytes": checkpoint.n_bytes,
             },
@@ -223,7 +223,7 @@ def peak_rss_bytes() -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _source_name(path: Path) -> str:
+def source_name(path: Path) -> str:
     """The folder's name; for a snapshot in the hub's cache, its repository's."""
     path = path.resolve()
     if path.parent.name == "snapshots":

@@ -105,7 +105,7 @@ def convert_cached(src: str | Path) -> Path:
     """
     # A container needs neither the quantiser nor tqdm; a checkpoint does.
     from coli.convert.checkpoint import Checkpoint
-    from coli.convert.convert import Options, convert
+    from coli.convert.convert import Options, convert, source_name
 
     src = Path(src).resolve()
     with Checkpoint(src) as checkpoint:
@@ -113,7 +113,7 @@ def convert_cached(src: str | Path) -> Path:
         size_bytes = checkpoint.n_bytes
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_dir()
-    dst = folder / f"{src.name}-{key}"
+    dst = folder / f"{source_name(src).replace('/', '--')}-{key}"
     log = logger("load")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ class Token(NamedTuple):
 def check_max_tokens(max_tokens: int | None) -> None:
     """RequestError unless ``max_tokens`` is None or a whole number, 0 or more."""
     if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0):
-        raise RequestError(f"max_tokens is {max_tokens!r}; a whole number, 0 or more, was expected", param="max_tokens")
+        raise RequestError(f"max_tokens is {max_tokens!r:.80}; a whole number, 0 or more, was expected", param="max_tokens")
 
 
 class Answer:
@@ -95,6 +95,7 @@ class Generation:
     prompt_tokens, reused_tokens : the prompt's length, and how much of it the session held already.
     prefill_s, decode_s : seconds in the prompt, and in the steps after it.
     session : stays usable; ``session.ids`` says what it took in, whatever ended or interrupted the answer.
+    kept : the copy of the session that `keep_state_behind` asked for, once the prompt is computed; else None.
     """
 
     def __init__(
@@ -134,6 +135,8 @@ class Generation:
         self._answer = Answer(sampler, limit=limit, stop_ids=stop_ids, writer=writer)
         self._prompt_ids = prompt_ids
         self._interrupted = False
+        self._keep_at = 0
+        self.kept: Session | None = None
         self.prefill_s = 0.0
         self.decode_s = 0.0
 
@@ -144,6 +147,16 @@ class Generation:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self._answer.finish_reason
+
+    def keep_state_behind(self, ids: Sequence[int]) -> None:
+        """Keep a copy of the session as it stands behind ``ids``, for prompts that begin so and then go another way.
+
+        The recurrent state cannot be rewound, and a template that drops old thoughts makes the next turn's prompt leave
+        this one's where the answer begins.  Does nothing where the prompt does not begin with ``ids``, or where the
+        session is past them already.  To be called before the first token is asked for.
+        """
+        if self.reused_tokens <= len(ids) < len(self._prompt_ids) and self._prompt_ids[: len(ids)] == list(ids):
+            self._keep_at = len(ids)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -170,8 +183,18 @@ class Generation:
             logits = self.session.step(self._answer.ids[-1])
             self.decode_s += time.perf_counter() - start
         else:
-            logits = self.session.prefill(self._prompt_ids[self.reused_tokens :])
+            logits = self._prefill()
             self.prefill_s += time.perf_counter() - start
         token = self._answer.push(logits)
         self._interrupted = False
         return token
+
+    def _prefill(self) -> np.ndarray:
+        """The logits behind the prompt.  Where it is cut on the way makes no difference to them."""
+        start = self.reused_tokens
+        if self._keep_at:
+            if self._keep_at > start:
+                self.session.prefill(self._prompt_ids[start : self._keep_at])
+            self.kept = self.session.copy()
+            start = self._keep_at
+        return self.session.prefill(self._prompt_ids[start:])

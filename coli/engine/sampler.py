@@ -110,7 +110,7 @@ class Sampler:
                 f"logit_bias names id {outside[0]}; this model's ids end at {size - 1}", param="logit_bias"
             )
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
-        self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+        self._bias = np.fromiter(params.logit_bias.values(), np.float64, len(params.logit_bias))
         self._penalises = params.presence_penalty != 0 or params.frequency_penalty != 0
         self._repeats = params.repetition_penalty != 1
         self._counts = np.zeros(size if self._penalises else 0, np.float32)
@@ -137,19 +137,18 @@ class Sampler:
         return Sample(chosen) if self.params.logprobs is None else self._with_logprobs(chosen, allowed)
 
     def _adjust(self, logits: np.ndarray) -> np.ndarray:
-        """Steps 2 to 4."""
+        """Steps 2 to 4, in float64: a penalty of ten times the largest float32 is still a number."""
         if not (self._bias_ids.size or self._repeats or self._penalises):
             return logits
         p = self.params
-        logits = logits.copy()
+        logits = logits.astype(np.float64)
         logits[self._bias_ids] += self._bias
         if self._repeats:
-            penalty = np.float32(p.repetition_penalty)
             seen = logits[self._seen]
-            logits[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
+            logits[self._seen] = np.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
         if self._penalises:
-            logits -= np.float32(p.presence_penalty) * (self._counts > 0)
-            logits -= np.float32(p.frequency_penalty) * self._counts
+            logits -= p.presence_penalty * (self._counts > 0)
+            logits -= p.frequency_penalty * self._counts
         return logits
 
     def _choose(self, logits: np.ndarray) -> int:
@@ -215,7 +214,7 @@ def _check_number(name: str, value: Any, smallest: float, largest_value: float) 
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not smallest <= value <= largest_value:
         raise RequestError(
-            f"{name} is {value!r}; a number from {smallest:g} to {largest_value:g} was expected", param=name
+            f"{name} is {value!r:.80}; a number from {smallest:g} to {largest_value:g} was expected", param=name
         )
 
 
@@ -223,4 +222,4 @@ def _check_integer(name: str, value: Any, smallest: int, largest_value: int | No
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or value < smallest or (largest_value is not None and value > largest_value):
         upper = "or more" if largest_value is None else f"to {largest_value}"
-        raise RequestError(f"{name} is {value!r}; a whole number, {smallest} {upper}, was expected", param or name)
+        raise RequestError(f"{name} is {value!r:.80}; a whole number, {smallest} {upper}, was expected", param or name)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from coli.config import read_json_object
+from coli.config import read_json_object, shown
 from coli.errors import ModelError
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -46,7 +46,7 @@ def stop_ids(folder: Path, token_id: Callable[[str], int | None] | None = None) 
 def _ids(value: Any, path: Path) -> Iterator[int]:
     for item in value if isinstance(value, list) else [] if value is None else [value]:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise ModelError(f"{path}: eos_token_id holds {item!r}; a token id or a list of them was expected")
+            raise ModelError(f"{path}: eos_token_id holds {shown(item)}; a token id or a list of them was expected")
         yield item
 
 
@@ -60,7 +60,7 @@ def sampling_defaults(folder: Path) -> dict[str, float | int]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelError(f"{path}: {key} is {value!r}; a number was expected")
+            raise ModelError(f"{path}: {key} is {shown(value)}; a number was expected")
         found[key] = value
     if config.get("do_sample") is False:
         found["temperature"] = 0.0

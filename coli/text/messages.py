@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coli.config import shown
 from coli.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -59,38 +60,43 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} is {_kind(message)}; an object with role and content was expected", param=where)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role is {role!r}; one of {', '.join(ROLES)} was expected", param=f"{where}.role")
+        raise RequestError(f"{where}.role is {shown(role)}; one of {', '.join(ROLES)} was expected", param=f"{where}.role")
     turn = dict(message)
     turn["role"] = "system" if role == "developer" else role
     turn["content"] = _content(message.get("content"), role, where)
     if message.get("tool_calls") is not None:
         turn["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
-    thought = message.get("reasoning_content")
-    if thought is not None and not isinstance(thought, str):
-        raise RequestError(
-            f"{where}.reasoning_content is {_kind(thought)}; text was expected", param=f"{where}.reasoning_content"
-        )
+    if message.get("reasoning_content") is not None:
+        _check_text(message["reasoning_content"], f"{where}.reasoning_content", "text")
     return turn
 
 
 def _content(content: Any, role: str, where: str) -> str:
     where = f"{where}.content"
-    if isinstance(content, str):
-        return content
     if content is None and role == "assistant":  # a turn that only calls tools has no text
         return ""
     if not isinstance(content, (list, tuple)):
-        raise RequestError(f"{where} is {_kind(content)}; text or a list of parts was expected", param=where)
+        return _check_text(content, where, "text or a list of parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
-            found = _kind(part) if kind is None else f"of type {kind!r}"
+            found = _kind(part) if kind is None else f"of type {shown(kind)}"
             raise RequestError(f"{where}[{i}] is {found}; this model reads text parts only", param=f"{where}[{i}].type")
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{i}].text is {_kind(part.get('text'))}; text was expected", param=where)
-        texts.append(part["text"])
+        texts.append(_check_text(part.get("text"), f"{where}[{i}].text", "text"))
     return "".join(texts)
+
+
+def _check_text(value: Any, where: str, expected: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{where} is {_kind(value)}; {expected} was expected", param=where)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{where} is not valid Unicode: a lone surrogate at character {error.start}", param=where
+        ) from None
+    return value
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

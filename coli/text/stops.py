@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from coli.config import shown
 from coli.errors import RequestError
 
 
@@ -27,11 +28,14 @@ def check_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """``stop`` as a tuple of strings; RequestError where it is something else or holds an empty one."""
     stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, (list, tuple)) or not all(isinstance(item, str) for item in stops):
-        raise RequestError(f"stop is {stop!r}; a string or a list of strings was expected", param="stop")
+        raise RequestError(f"stop is {shown(stop)}; a string or a list of strings was expected", param="stop")
     if "" in stops:
         raise RequestError(
             "stop holds an empty string, which would end every answer at once; leave it out", param="stop"
         )
+    for item in stops:
+        if any("\ud800" <= char <= "\udfff" for char in item):
+            raise RequestError(f"stop holds {shown(item)}, whose lone surrogate no text contains", param="stop")
     return tuple(stops)
 
 

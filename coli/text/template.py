@@ -23,6 +23,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from coli.config import one_line
 from coli.errors import ModelError, RequestError
 from coli.text.defaults import read_json_if_present
 from coli.text.messages import check_tools, normalise_messages
@@ -30,6 +31,7 @@ from coli.text.thinking import Thinking, thinking_of_prompt
 from coli.text.tokenizer import Tokenizer
 
 FILE_NAME, CONFIG_NAME = "chat_template.jinja", "tokenizer_config.json"
+_LONGEST_TEXT = 1 << 26  # far beyond any context; what is longer is a template's mistake or malice
 _PRIVATE_USE = range(0x100000, 0x10FFFE)  # plane 16, where no font and hardly any text lives
 _TYPED_BY_OTHERS = ("user", "tool")  # of their turns not even <think> or <tool_call> may become a token
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -59,11 +61,11 @@ def template_sources(folder: Path) -> TemplateSources:
     try:
         from_file = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+        raise ModelError(f"{path}: cannot be read as UTF-8 text ({one_line(error)})") from None
     from_config = read_json_if_present(folder / CONFIG_NAME).get("chat_template")
     if isinstance(from_config, list):  # older files: a list of named templates
-        named = {t.get("name"): t.get("template") for t in from_config if isinstance(t, dict)}
-        from_config = named.get("default")
+        named = [t for t in from_config if isinstance(t, dict) and t.get("name") == "default"]
+        from_config = named[0].get("template") if named else None
     if from_config is not None and not isinstance(from_config, str):
         raise ModelError(f"{folder / CONFIG_NAME}: chat_template is {type(from_config).__name__}; text was expected")
     differ = from_file is not None and from_config is not None and from_file.rstrip() != from_config.rstrip()
@@ -85,6 +87,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"{name}: line {error.lineno} is not valid Jinja ({error.message})") from None
+        except Exception as error:  # blocks or brackets nested beyond what Jinja's and Python's compilers take
+            raise ModelError(f"{name}: cannot be compiled ({type(error).__name__}: {one_line(error)})") from None
         special = [token for token, i in tokenizer.added.items() if i in tokenizer.special_ids]
         self._any_token = _pattern(tokenizer.added)
         self._special_token = _pattern(special)
@@ -189,13 +193,20 @@ class ChatTemplate:
 
     def _run(self, variables: dict[str, Any]) -> str:
         try:
-            return self._template.render(variables)
+            text = self._template.render(variables)
         except jinja2.TemplateError as error:  # raise_exception, an undefined name, a sandbox violation
-            raise RequestError(f"the chat template refused the conversation: {error}", param="messages") from None
+            raise RequestError(f"the chat template refused the conversation: {one_line(error)}", param="messages") from None
         except Exception as error:  # a template is a program of the checkpoint's: what it does with odd input is open
             raise RequestError(
-                f"the chat template cannot render this conversation ({type(error).__name__}: {error})", param="messages"
+                f"the chat template cannot render this conversation ({type(error).__name__}: {one_line(error)})", param="messages"
             ) from None
+        if len(text) > _LONGEST_TEXT:
+            raise RequestError(
+                f"the chat template makes {len(text):,} characters of this conversation; at most {_LONGEST_TEXT:,} are "
+                "taken",
+                param="messages",
+            )
+        return text
 
 
 class _StandIns:

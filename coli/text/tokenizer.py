@@ -10,13 +10,16 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 import tokenizers.decoders
+import tokenizers.models
 
+from coli.config import one_line, shown
 from coli.errors import ModelError, RequestError
 
 
@@ -28,6 +31,9 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+# Bytes that occur in UTF-8: with a token for each of them, any text can be encoded.
+_UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
+_PROBE = "".join(map(chr, range(0x20, 0x7F))) + "\n\t\r\n é中😀"
 _SUBWORD_MARK = re.compile(r'"(?:continuing_subword_prefix|end_of_word_suffix)"\s*:\s*"[^"]')
 
 
@@ -44,14 +50,13 @@ class Tokenizer:
         self._spec = spec
         self._source = source
         self._tokenizer = self._build(spec)
-        if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
-            raise ModelError(f"{source}: its decoder is not ByteLevel; only byte-level BPE tokenizers are supported")
         added = self._tokenizer.get_added_tokens_decoder()
         self.added: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added_ids = frozenset(added)
         self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._bytes: dict[int, bytes] = {}
+        self._check()
 
     @classmethod
     def open(cls, folder: Path) -> Tokenizer:
@@ -72,15 +77,36 @@ class Tokenizer:
     def _build(self, spec: str) -> tokenizers.Tokenizer:
         if _SUBWORD_MARK.search(spec):  # the library panics, loudly, on merges that do not fit such a mark
             raise ModelError(f"{self._source}: marks parts of words; only byte-level BPE tokenizers are supported")
-        try:
+        with self._library("not a usable tokenizer"):
             built = tokenizers.Tokenizer.from_str(spec)
-        except BaseException as error:  # plain Exception for what is wrong in the file; a panic is not even that
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ModelError(f"{self._source}: not a usable tokenizer ({error})") from None
         built.no_truncation()  # some uploads carry a training-time truncation: it would cut prompts silently
         built.no_padding()
         return built
+
+    @contextmanager
+    def _library(self, what: str) -> Iterator[None]:
+        """The library's errors as ours: plain Exceptions for what is wrong in the file, and panics, which are not."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ModelError(f"{self._source}: {what} ({one_line(error)})") from None
+
+    def _check(self) -> None:
+        """Refuse a tokenizer that would lose or change text: the library drops what has no token, and says nothing."""
+        if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
+            raise ModelError(
+                f"{self._source}: its decoder is not ByteLevel; only byte-level BPE tokenizers are supported"
+            )
+        if not isinstance(self._tokenizer.model, tokenizers.models.BPE):
+            raise ModelError(f"{self._source}: its model is not BPE; only byte-level BPE tokenizers are supported")
+        for char, byte in _BYTE_OF_CHAR.items():
+            if byte in _UTF8_BYTES and self._tokenizer.token_to_id(char) is None:
+                raise ModelError(f"{self._source}: byte {byte:#04x} has no token, so text with it would be lost")
+        found = self.decode(self.encode(_PROBE))
+        if found != _PROBE:
+            raise ModelError(f"{self._source}: does not give text back: of {shown(_PROBE)} it makes {shown(found)}")
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -104,10 +130,14 @@ class Tokenizer:
             raise RequestError(
                 f"the text is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
             ) from None
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._encode(self._tokenizer, text)
         if not special and not self._added_ids.isdisjoint(ids):
-            ids = self._plain.encode(text, add_special_tokens=False).ids
+            ids = self._encode(self._plain, text)
         return ids
+
+    def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+        with self._library("cannot encode this text"):
+            return tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of ``ids``.  Bytes that are not UTF-8 become U+FFFD; an id without a token adds nothing."""

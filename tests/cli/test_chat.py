@@ -7,8 +7,10 @@ import json
 import sys
 
 import pytest
+from conftest import assert_same_bits
 from scripted import TINY, ScriptedEngine, reciting, tiny_ids
 
+import coli
 from coli.cli import chat
 from coli.errors import ColiError
 from coli.model import Model
@@ -16,8 +18,12 @@ from coli.model import Model
 NO_THINKING = "</think>\n\n"
 
 
-def talk(cli, monkeypatch, typed: str, *answers: str, flags=("--temperature", "0")) -> int:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+def stdin(typed: str | bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(typed.encode() if isinstance(typed, str) else typed))
+
+
+def talk(cli, monkeypatch, typed: str | bytes, *answers: str, flags=("--temperature", "0")) -> int:
+    monkeypatch.setattr(sys, "stdin", stdin(typed))
     return cli(["chat", "m", *flags], *(NO_THINKING + answer + "<|im_end|>" for answer in answers))
 
 
@@ -46,8 +52,7 @@ def test_chat_input_over_several_lines_is_one_message(cli, monkeypatch, capsys):
     """A backslash joins lines, a fence holds a block; both are one message, to the character."""
     typed = 'a\\\nb\n"""\nfirst\n\n  second \\\n"""\n'
     assert talk(cli, monkeypatch, typed, "1", "2") == 0
-    reader_input = io.StringIO(typed)
-    monkeypatch.setattr(sys, "stdin", reader_input)
+    monkeypatch.setattr(sys, "stdin", stdin(typed))
     reader = chat.InputReader()
     assert [reader.read(), reader.read(), reader.read()] == ["a\nb", "first\n\n  second \\", None]
 
@@ -62,16 +67,51 @@ def test_chat_sampling_defaults_are_the_checkpoints(cli, monkeypatch, capsys):
     assert seen[0]["max_tokens"] is None
 
 
+def test_input_that_is_not_utf8_is_named_by_its_line(cli, monkeypatch, capsys):
+    """The lines before it are answered, the bad one is one error with its number, whatever the locale."""
+    assert talk(cli, monkeypatch, b"Hi\r\nb\xff\n", "Hello.") == 2
+    out, err = capsys.readouterr()
+    assert out == "Hello.\n"
+    assert "standard input: line 2 is not UTF-8" in err and err.count("coli: error") == 1
+
+
 def test_conversation_second_turn_reuses_the_first_ones_state():
-    """With no thought to drop, turn two computes only what is new; the prompt is that of the whole history."""
-    talked = conversation("Hello.<|im_end|>", "Fine.<|im_end|>", enable_thinking=False)
+    """The template drops what it opened the answer with: turn two goes on from behind turn one's message."""
+    talked = conversation("Hello.<|im_end|>", "Fine.<|im_end|>", "Bye.<|im_end|>", enable_thinking=False)
     engine = talked._model.engine
-    # the template of the tiny model writes <think>\n\n</think>\n\n into the generation prompt only, so turn two
-    # differs there from what turn one took in: it must start from scratch, and does
-    assert say(talked, "Hi") == "Hello."
-    assert say(talked, "How are you?") == "Fine."
+    assert [say(talked, text) for text in ("Hi", "How are you?", "Bye")] == ["Hello.", "Fine.", "Bye."]
+    lengths = [
+        len(talked._model.template.render(talked.messages[:n], add_generation_prompt=False).ids) for n in (1, 3, 5)
+    ]
+    opening = len(tiny_ids("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
     prompts = [n for kind, n in engine.calls if kind == "prefill"]
-    assert prompts[1] == len(talked._model.template.render(talked.messages[:3], enable_thinking=False).ids)
+    assert prompts == [lengths[0], opening, lengths[1] - lengths[0], opening, lengths[2] - lengths[1], opening]
+    assert talked._last.reused_tokens == lengths[1]
+
+
+@pytest.mark.parametrize("thinking", [None, False])
+def test_conversation_on_the_demo_model_is_bit_for_bit_a_fresh_one(thinking):
+    """C24, C26: at each turn the logits of the warm session are those of the whole prompt computed afresh."""
+    with coli.load("demo", threads=2) as model:
+        talked = chat.Conversation(model, {"max_tokens": 24}, enable_thinking=thinking)
+        for text in ("Hello, who are you?", 'Define "house".', "And a ship?"):
+            say(talked, text)
+            generation = talked._last
+            warm, next_id = generation.session.copy(), generation.ids[-1]
+            assert_same_bits(warm.step(next_id), model.session().prefill(warm.ids), text)
+            fresh = model.generate(warm.ids[: generation.prompt_tokens], max_tokens=24)
+            assert "".join(fresh) and fresh.ids == generation.ids
+
+
+def test_conversation_keeps_thoughts_where_it_is_asked_to():
+    """--preserve-thinking: the prompt of turn two holds turn one's thought, and goes on from turn one's answer."""
+    answers = ("I add.\n</think>\n\nFour.<|im_end|>", "Yes.\n</think>\n\nIndeed.<|im_end|>")
+    dropped, kept = conversation(*answers), conversation(*answers, preserve_thinking=True)
+    for talked in (dropped, kept):
+        assert [say(talked, text) for text in ("2+2", "Sure?")] == ["Four.", "Indeed."]
+    first = len(tiny_ids("<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\n" + answers[0])) - 1
+    assert kept._last.reused_tokens == first
+    assert "I add." not in dropped._model.tokenizer.decode(dropped._last.session.ids)
 
 
 def test_conversation_reuse_where_the_prompt_goes_on_is_bit_for_bit(tmp_path):
@@ -130,7 +170,7 @@ def test_ctrl_c_in_an_answer_keeps_the_conversation(cli, capsys, monkeypatch):
             raise KeyboardInterrupt
         return script(ids)
 
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAnd?\n"))
+    monkeypatch.setattr(sys, "stdin", stdin("Hi\nAnd?\n"))
     assert cli(["chat", "m", "--temperature", "0"], script=interrupting) == 0
     out, err = capsys.readouterr()
     assert out == "Hel\nFine.\n"
@@ -178,7 +218,7 @@ def test_command_stats_and_help_go_to_standard_error(capsys):
     assert chat._command(talked, "/stats") and chat._command(talked, "/help")
     out, err = capsys.readouterr()
     assert out == ""
-    assert "decode" in err and "isa: scripted" in err and "/save FILE" in err
+    assert "decode" in err and "kernels: scripted" in err and "/save FILE" in err
 
 
 @pytest.mark.parametrize("text", ["/sav x", "/save", "/reset now", "/etc/passwd is a file"])

@@ -86,3 +86,12 @@ def test_inspect_says_when_the_two_chat_templates_differ(make_container, tmp_pat
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert inspect(capsys, folder)["chat_template"] == {"used": "chat_template.jinja", "differ": True}
     assert main(["inspect", str(folder)]) == 0 and "holds a different one" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_stop_ids_of_all_files(tmp_path, capsys):
+    """C16: what inspect shows is what ends an answer: config.json says 256, tokenizer_config.json <|im_end|> (258)."""
+    src = checkpoints.write(tmp_path / "hf", "eos_split")
+    assert inspect(capsys, src)["stop_ids"] == [256, 258]
+    assert main(["inspect", str(src)]) == 0 and "stop ids             256, 258\n" in capsys.readouterr().out
+    (src / "tokenizer.json").unlink()
+    assert inspect(capsys, src)["stop_ids"] == [256]

@@ -164,6 +164,11 @@ def damage(folder: Path, what: str) -> None:
         edit_manifest(folder, lambda m: m.update(trunk_format="i3_row"))
     elif what == "path":
         edit_manifest(folder, lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": "0" * 64}}))
+    elif what in ("null byte", "long name"):
+        name = {"null byte": "a\0b", "long name": "x" * 300}[what]
+        edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": 1, "sha256": "0" * 64}}))
+    elif what == "format of another kind":
+        edit_manifest(folder, lambda m: m["matrices"]["lm_head"].update(format={"a": 1}))
     elif what == "config":
         config = json.loads((folder / "config.json").read_text())
         config["text_config"]["num_experts"] = 9
@@ -193,6 +198,9 @@ def damage(folder: Path, what: str) -> None:
         ("tied", "tied is True, but config.json says False"),
         ("trunk format", "trunk_format is 'i3_row'; expected one of i8_row"),
         ("path", r"files is '../x'; expected names of files in the folder"),
+        ("null byte", r"files is 'a\\x00b'; expected names of files in the folder"),
+        ("long name", r"files is 'x{70,80}\.\.\.; expected names of files in the folder"),
+        ("format of another kind", r"matrices\['lm_head'\] is .*; expected an object whose format is one of i8_row"),
         ("config", r"mlp.gate is BF16 \[8, 64\]; expected BF16 \[9, 64\]|experts.count is 8; config.json makes it 9"),
     ],
 )

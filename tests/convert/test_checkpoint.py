@@ -102,7 +102,7 @@ def test_mtp_and_visual_tensors_are_left_out_and_counted(tmp_path):
         ("missing_tensor", r"tensor layers.1.linear_attn.dt_bias is missing"),
         ("missing_shard", "model-00002-of-00002.safetensors: missing; model.safetensors.index.json names it"),
         ("duplicate", "embed_tokens.weight is also in model-00001-of-00002.safetensors"),
-        ("stray_index", "layers.9.mlp.gate.weight is not in it, though model.safetensors.index.json says so"),
+        ("stray_index", "layers.9.mlp.gate.weight' is not in it, though model.safetensors.index.json says so"),
         ("unlisted", "tensor model.language_model.norm.weight is not in model.safetensors.index.json"),
         ("bad_dtype", "norm.weight is I32; coli reads F32, BF16, F16 and F8_E4M3"),
     ],
@@ -116,11 +116,12 @@ def test_broken_checkpoint_is_refused_before_a_weight_is_read(tmp_path, variant,
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
-def test_index_that_points_outside_the_folder_is_refused(tmp_path):
-    """A weight_map is data from strangers: it names files of the folder and nothing else."""
+@pytest.mark.parametrize("name", ["../../etc/x", "/etc/x", "x" * 300, "a\\u0000b", "a\\nb", "\\ud800"])
+def test_index_that_names_no_file_of_the_folder_is_refused(tmp_path, name):
+    """A weight_map is data from strangers: it names files of the folder, as any system takes them, and nothing else."""
     folder = checkpoints.write(tmp_path / "hf", "nested")
     index = folder / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace("model-00002-of-00002.safetensors", "../../etc/x.safetensors"))
+    index.write_text(index.read_text().replace("model-00002-of-00002.safetensors", f"{name}.safetensors"))
     with pytest.raises(ModelError, match="which is no safetensors file of the folder"):
         Checkpoint(folder)
 

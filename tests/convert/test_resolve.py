@@ -109,14 +109,17 @@ def hub(monkeypatch, snapshot_download) -> None:
 def test_hub_id_is_fetched_by_the_hub_s_own_client(tmp_path, monkeypatch):
     """Only the files that a conversion needs; the snapshot is then a Hugging Face folder like any other."""
     asked = {}
+    snapshot = tmp_path / "hub" / "models--owner--some-model" / "snapshots" / "5f0c"
 
     def snapshot_download(repository, allow_patterns):
         asked[repository] = allow_patterns
-        return str(checkpoints.write(tmp_path / "snapshot"))
+        return str(checkpoints.write(snapshot))
 
     hub(monkeypatch, snapshot_download)
-    assert find_model("owner/some-model") == tmp_path / "snapshot"
+    assert find_model("owner/some-model") == snapshot
     assert "*.safetensors" in asked["owner/some-model"] and "*.bin" not in asked["owner/some-model"]
+    converted = resolve_model("owner/some-model")  # named after the repository, not after a hash
+    assert converted.name.startswith("owner--some-model-")
 
 
 def test_hub_that_cannot_be_reached_is_one_line(monkeypatch):

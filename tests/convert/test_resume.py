@@ -92,30 +92,51 @@ def test_kill_at_half_reads_less_than_55_percent_again(tmp_path, source):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_kill_at_any_moment_leaves_nothing_that_loads_and_is_wrong(tmp_path, source):
-    """Eight random moments: afterwards no container or a whole one, and one more run makes it whole."""
+@pytest.mark.parametrize("moments", [6, pytest.param(50, marks=pytest.mark.full)])
+def test_kill_at_any_moment_leaves_nothing_that_loads_and_is_wrong(tmp_path, source, moments):
+    """Random moments from the first file to the rename: afterwards no container or a whole one; a run makes it whole.
+
+    Every other resumed run is killed too.
+    """
     convert(source, tmp_path / "whole")
-    moments, killed = random.Random(5), 0
-    for i in range(8):
+    whole = contents(tmp_path / "whole")
+    begun, ended = run_until(source, tmp_path / "timed", None)
+    random_moments, states = random.Random(5), {"nothing": 0, "resumable": 0, "whole": 0}
+    for i in range(moments):
         dst = tmp_path / f"out{i}"
-        process = start(source, dst, nap_s=0.004)
-        try:
-            process.wait(timeout=moments.uniform(0.25, 1.1))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            killed += 1
-        if dst.exists():
-            with Container.open(dst) as container:
-                verify(container)
-        else:
+        for _ in range(1 + i % 2):
+            run_until(source, dst, random_moments.uniform(0, 1.05 * (ended - begun)))
             partial = dst.with_name(dst.name + ".partial")
+            if dst.exists():
+                states["whole"] += 1
+                break
+            states["resumable" if partial.exists() else "nothing"] += 1
             if partial.exists() and not (partial / "coli.json").exists():
                 with pytest.raises(ModelError):
                     Container.open(partial)
+            elif partial.exists():  # between the end mark and the rename: whole, by its checksums
+                with Container.open(partial) as container:
+                    verify(container)
+        if not dst.exists():
             convert(source, dst)
-        assert {n: b for n, b in contents(dst).items() if n != "journal.jsonl"} == contents(tmp_path / "whole")
-    assert killed
+        assert {n: b for n, b in contents(dst).items() if n != "journal.jsonl"} == whole
+        assert not partial.exists()
+    print(states)
+    assert states["resumable"] > moments // 2
+
+
+def run_until(source: Path, dst: Path, kill_s: float | None) -> tuple[float, float]:
+    """Convert, and kill -9 so long after the first file appeared; the times of that file and of the process's end."""
+    process, started = start(source, dst, nap_s=0.004), time.monotonic()
+    while process.poll() is None and not dst.with_name(dst.name + ".partial").exists():
+        time.sleep(0.001)
+    begun = time.monotonic()
+    try:
+        process.wait(kill_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return begun - started, time.monotonic() - started
 
 
 def test_changed_source_does_not_continue_the_old_one(tmp_path, source):

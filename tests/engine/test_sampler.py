@@ -139,6 +139,35 @@ def test_temperature_far_down_is_greedy_and_never_breaks():
     assert draws(np.array([3e38, -3e38, 0], np.float32), temperature=1e-30, n=20) == {0}
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=9),
+    st.fixed_dictionaries({
+        "temperature": st.sampled_from([0, 5e-324, 0.7, 1e6]),
+        "top_k": st.integers(-1, 9),
+        "top_p": st.sampled_from([0.0, 0.5, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.5, 1.0]),
+        "repetition_penalty": st.sampled_from([0.1, 1.0, 10.0]),
+        "presence_penalty": st.sampled_from([-2.0, 0.0, 2.0]),
+        "logit_bias": st.dictionaries(st.integers(0, 1), st.sampled_from([-100.0, 100.0])),
+        "logprobs": st.sampled_from([None, 0, 5]),
+        "seed": st.integers(-(1 << 63), (1 << 64) - 1),
+    }),
+)  # fmt: skip
+def test_any_finite_logits_and_parameters_give_an_id(logits, params):
+    """Up to the largest float32, penalised tenfold: an id of those there are, finite log-probabilities, no warning."""
+    array = np.array(logits, np.float32)
+    sampler = Sampler(SamplingParams(**params), size=len(array), prompt_ids=[0, 1])
+    with np.errstate(all="raise", under="ignore"):
+        for _ in range(3):
+            adjusted = sampler._adjust(array)
+            sample = sampler.sample(array)
+            assert 0 <= sample.id < len(array)
+            assert sample.logprob is None or math.isfinite(sample.logprob)
+            if params["temperature"] == 0 or params["top_k"] == 1:
+                assert adjusted[sample.id] == adjusted.max()
+
+
 def test_logprobs_are_the_models_own():
     """Log-probabilities are of the distribution before bias and temperature, best first, lower ids first on ties."""
     sampler = Sampler(SamplingParams(temperature=0.1, logit_bias={0: 100}, logprobs=3), size=5)

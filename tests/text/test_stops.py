@@ -65,11 +65,11 @@ def test_stop_strings_withhold_no_more_than_they_must():
 
 
 def test_stop_strings_of_another_kind_are_refused():
-    """Only text may stop an answer, and not the empty one; null and a single string are accepted."""
+    """Only text that can occur may stop an answer, and not the empty one; null and a single string are accepted."""
     assert check_stops(None) == ()
     assert check_stops("x") == ("x",)
     assert check_stops(["x", "y"]) == ("x", "y")
-    for bad in (5, ["a", 1], [""], ""):
+    for bad in (5, ["a", 1], [""], "", "a\udcff"):
         with pytest.raises(RequestError) as caught:
             check_stops(bad)
         assert caught.value.param == "stop"

@@ -198,12 +198,16 @@ def test_template_error_is_a_request_error_in_the_templates_words(tokens):
         "{{ nothing.at.all }}",
         "{{ range(10 ** 9) | list }}",
         "{% include 'x' %}",
+        "{{ 'x' * 70000000 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ raise_exception('two\\nlines \\x1b[2J') }}",
     ],
 )
 def test_template_that_misbehaves_is_contained(tokens, source):
     """The sandbox holds, and whatever goes wrong inside it is a RequestError."""
-    with pytest.raises(RequestError, match="chat template"):
+    with pytest.raises(RequestError, match="chat template") as caught:
         ChatTemplate(source, tokens).render([user("a")])
+    assert str(caught.value).isprintable(), "one line"
 
 
 def test_template_that_is_not_jinja_names_file_and_line(tmp_path, tokens):
@@ -211,6 +215,30 @@ def test_template_that_is_not_jinja_names_file_and_line(tmp_path, tokens):
     (tmp_path / "chat_template.jinja").write_text("ok\n{% if %}")
     with pytest.raises(ModelError, match=r"chat_template.jinja: line 2"):
         ChatTemplate.open(tmp_path, tokens)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in b %}" * 60 + "{% endfor %}" * 60,
+        "{% if a %}" * 2000 + "{% endif %}" * 2000,
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    ],
+    ids=["loops", "conditions", "brackets"],
+)
+def test_template_nested_beyond_what_compiles_is_refused(tokens, source):
+    """Neither Jinja's nor Python's compiler takes any depth: that is the template's fault, not a traceback."""
+    with pytest.raises(ModelError, match="template.jinja: cannot be compiled"):
+        ChatTemplate(source, tokens)
+
+
+def test_template_of_a_list_is_the_one_named_default(tmp_path):
+    """Older files hold several named templates; whatever else stands in the list is passed over."""
+    listed = [5, {"name": ["default"]}, {"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    assert template_sources(tmp_path).text == "a"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed[:3]}))
+    assert template_sources(tmp_path).used is None
 
 
 def test_template_tools_the_way_transformers_gives_them(tokens):
