@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from coli.cli.common import add_loading, load_model
+from coli.cli.common import LOADING, add_loading, load_model
 from coli.errors import RequestError
 
 HELP = "measure a model's speed, or the kernels' beside the memory's; compare two records"
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
                 "ask for fewer or raise --context",
                 "prompt_tokens",
             )
-        record = model_record(model, args.prompt_tokens, args.decode_tokens, args.repeats)
+        given = {name: getattr(args, name) for name in LOADING}
+        record = model_record(model, args.prompt_tokens, args.decode_tokens, args.repeats, given)
     if args.json:
         print(json.dumps(record, indent=1))
         return 0

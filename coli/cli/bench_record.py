@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 RECORD_VERSION = 1
 
 
-def model_record(model: Model, prompt_tokens: int, decode_tokens: int, repeats: int) -> dict[str, Any]:
+def model_record(
+    model: Model, prompt_tokens: int, decode_tokens: int, repeats: int, given: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Measure prefill, decode and the share of the memory's bandwidth; say all that could change the figures.
 
+    given : settings that flags have set, by name; the others are the environment's or the defaults.
     Every repeat starts from an empty state, so no prompt token comes from an earlier one; loading and the first,
     unmeasured repeat are outside the numbers.
     """
@@ -52,7 +55,8 @@ def model_record(model: Model, prompt_tokens: int, decode_tokens: int, repeats: 
         "record": RECORD_VERSION,
         "version": coli.__version__,
         "model": {"name": model.folder.name, "hash": model_hash(model.folder)},
-        "settings": {s.name: str(settings.get(s.name)) for s in settings.SETTINGS},
+        "settings": {s.name: str(settings.get(s.name, (given or {}).get(s.name))) for s in settings.SETTINGS}
+        | {"prompt_tokens": str(prompt_tokens), "decode_tokens": str(decode_tokens), "repeats": str(repeats)},
         "place": stats["place"],
         "devices": stats.get("devices", []),
         "isa": stats["isa"],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coli.engine.generate import Generation
     from coli.model import Model
 
-_LOADING = ("place", "devices", "vram", "heat", "threads", "context")  # names of settings and of load()'s keywords
+LOADING = ("place", "devices", "vram", "heat", "threads", "context")  # names of settings and of load()'s keywords
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -27,7 +27,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """The flags of the settings that loading a model reads; their help is the settings' own."""
     group = parser.add_argument_group("loading")
-    for name in _LOADING:
+    for name in LOADING:
         setting = settings.BY_NAME[name]
         assert setting.flag is not None
         default = "" if setting.default is None else f" (default {setting.default}"
@@ -57,7 +57,7 @@ def load_model(args: argparse.Namespace) -> Model:
     """The model that the arguments of `add_model` and `add_loading` name."""
     from coli.model import load
 
-    return load(args.model, **{name: getattr(args, name) for name in _LOADING})
+    return load(args.model, **{name: getattr(args, name) for name in LOADING})
 
 
 def sampling_of(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> dict[str, Any]:

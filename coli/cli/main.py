@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         _drop_stdout()
         return 1
+    except OSError as error:  # a full disk behind standard output, a file that went away
+        _trace_if_debugging()
+        _drop_stdout()
+        print(f"coli: error: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except Exception as error:
         _trace_if_debugging()
         print(f"coli: {type(error).__name__}: {error} (COLI_LOG=debug shows where)", file=sys.stderr)

@@ -63,10 +63,15 @@ class EngineThread:
         self._jobs.put(job)
         try:
             job.done.acquire()
-        except BaseException:
+        except BaseException as interrupt:
             job.cancelled = True
-            job.done.acquire()
-            raise
+            while True:  # a second Ctrl-C must not leave a job behind that goes on changing its session
+                try:
+                    job.done.acquire()
+                    break
+                except KeyboardInterrupt:
+                    continue
+            raise interrupt
         if job.error is not None:
             raise job.error
         return job.result
