@@ -90,7 +90,8 @@ def _same(a, b, what):
 cdef int _format_index(format, bint blocks) except -1:
     index = FORMATS.index(format) if format in FORMATS else -1
     if index < 0 or (index <= COLI_I4_GROUP) != blocks:
-        raise ValueError(f"{format!r} is no format here; expected one of {', '.join(FORMATS[:4] if blocks else FORMATS[4:])}")
+        known = FORMATS[:4] if blocks else FORMATS[4:]
+        raise ValueError(f"{format!r} is no format here; expected one of {', '.join(known)}")
     return index
 
 
@@ -160,7 +161,7 @@ def quantize(x, *, n_groups=None, isa=None):
 
 
 def quantize_groups(x, g0, g1, q, scale, sum, token, *, isa=None):
-    """Quantise the groups [g0, g1) of one row x (K,) into ``token`` of existing q, scale and sum; returns the magnitude."""
+    """Quantise the groups [g0, g1) of one row x (K,) into ``token`` of q, scale and sum; returns the magnitude."""
     cdef coli_acts a
     x = _f32(x, ndim=1)
     _bind_acts(&a, q, scale, sum)
@@ -180,7 +181,8 @@ cdef void _bind_matrix(coli_matrix *m, blocks, format, rows, cols) except *:
     m.block_bytes = coli_header_bytes(index, m.n_groups) + coli_payload_bytes(index, m.n_groups)
     m.passes = 0
     if m.n_blocks < 1 or m.n_groups < 1 or view.shape[0] < m.n_blocks * m.block_bytes:
-        raise ValueError(f"{format} ({rows}, {cols}) takes {m.n_blocks * m.block_bytes} bytes, blocks has {view.shape[0]}")
+        needed = m.n_blocks * m.block_bytes
+        raise ValueError(f"{format} ({rows}, {cols}) takes {needed} bytes, blocks has {view.shape[0]}")
     m.data = &view[0]
 
 

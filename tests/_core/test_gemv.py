@@ -10,7 +10,7 @@ from _core.pack import FORMATS, pack_r16
 from coli._core import kernels
 
 ISAS = kernels.available()
-TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 64, 101)
+TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 64, 101)
 
 
 @pytest.mark.parametrize("rows, cols", SHAPES)

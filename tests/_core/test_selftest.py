@@ -7,6 +7,7 @@ once the other tests of this folder and of the float entries agree that the scal
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_selftest_contracting_build_is_refused(tmp_path):
     contracted = build_and_run(tmp_path, "-ffp-contract=fast", *fma)
     assert set(contracted) == set(kernels.available())
     assert "ok" not in contracted.values(), contracted
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no disassembler on this machine")
+def test_selftest_no_fused_instruction_is_in_the_build():
+    """The disassembly of the installed module holds no fused multiply-add of any width."""
+    command = ["objdump", "-d", "--no-show-raw-insn", kernels.__file__]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    fused = re.compile(r"\b(vfn?m(add|sub|addsub|subadd)\d|fn?m(add|sub)\s|fml[as]\s)")
+    assert [line for line in listing.splitlines() if fused.search(line)] == []
 
 
 def test_fp_mode_of_a_fresh_thread_is_ok():

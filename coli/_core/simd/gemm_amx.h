@@ -15,7 +15,7 @@
 
 #include "int_avx512vnni.h"
 
-#if !defined(AMX_EMULATED) /* tests/_core/tables/amx.c has these instructions in plain C */
+#if !defined(AMX_EMULATED) /* tests/_core/tables/amx.h has these instructions in plain C */
 #define AMX __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,avx2")))
 #endif
 #define AMX_INLINE AMX static inline __attribute__((always_inline))

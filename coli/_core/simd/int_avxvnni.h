@@ -18,7 +18,7 @@ AVXVNNI_INLINE __m256i broadcast_dword(const void *p) { return _mm256_set1_epi32
     const uint8_t *p##s = blocks[s < n_streams ? s : 0] + header;                                                \
     __m256 y##s##0 = _mm256_setzero_ps(), y##s##1 = _mm256_setzero_ps();
 
-/* One group of one stream, then of the next: see TURN in int_avx512vnni.h.  dpbusd wants the weight unsigned:
+/* One group of one stream, then of the next: see int_avx512vnni.h.  dpbusd wants the weight unsigned:
  * w ^ 0x80 is w + 128, so the sum starts at -128 * sum(x). */
 #define I8_GROUP(s)                                                                                              \
     {                                                                                                            \

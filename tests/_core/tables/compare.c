@@ -111,7 +111,7 @@ static void products(const coli_kernels *k, const coli_kernels *scalar, int rows
 int main(void)
 {
     static const int shapes[][2] = {{16, 128}, {50, 300}, {64, 512}, {112, 640}, {80, 2048}};
-    static const int batches[] = {1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 48, 67};
+    static const int batches[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 48, 67};
     const coli_kernels *scalar = coli_kernels_for("scalar");
     for (const char *const *name = coli_kernels_compiled(); *name; name++) {
         const coli_kernels *k = coli_kernels_for(*name);
