@@ -4,7 +4,8 @@
 
 The model is made in memory with random weights.  For each router (even, skewed) the CPU's logits are the reference;
 every placement feeds the same ids, and every logit is compared as bits.  "cold" are the first tokens after loading,
-"warm" as many after those, when experts have had time to change places.
+"warm" as many after those, when experts have had time to change places.  "off" has all threads; beside a card the team
+is as large as ``coli.load`` makes it, so that uploads and the driver have CPUs of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from coli.convert.synthetic import Synthetic, SyntheticContainer, geometry  # no
 from coli.devices.cuda import probe  # noqa: E402
 from coli.engine.session import Engine  # noqa: E402
 from coli.placement import ModelShape  # noqa: E402
-from coli.placing import _Placing  # noqa: E402
+from coli.placing import _Placing, cpus_to_leave  # noqa: E402
 
 MIB = 1 << 20
 PROMPT = 16
@@ -110,9 +111,10 @@ def main() -> int:
         print(f"no card: {probe.probe_cuda()}", file=sys.stderr)
         return 2
     config = geometry(args.geometry)
-    print(f"\n### Decode, {args.geometry}, {devices[0].name}, {args.threads} threads, {time.strftime('%Y-%m-%d')}\n")
-    row("router", "VRAM MiB", "slots", "cold tok/s (median)", "warm tok/s (median)", "of off", "hit rate", "identical")
-    row("---", "---:", "---:", "---:", "---:", "---:", "---:", "---:")
+    print(f"\n### Decode, {args.geometry}, {devices[0].name}, {time.strftime('%Y-%m-%d')}\n")
+    row("router", "VRAM MiB", "threads", "slots", "cold tok/s (median)", "warm tok/s (median)", "of off", "hit rate",
+        "identical")  # fmt: skip
+    row("---", *["---:"] * 8)
     for skew in map(float, args.skews.split(",")):
         container = make(args.geometry, skew)
         router = f"skew {skew:g}" if skew else "even"
@@ -122,9 +124,12 @@ def main() -> int:
         )
         wanted, seconds, _ = run(engine, ids, 2 * args.tokens)
         base = statistics.median(seconds[args.tokens :])
-        row(router, "off", 0, tok_s(seconds[: args.tokens]), tok_s(seconds[args.tokens :]), "1.00", "", "")
+        cold, warm = tok_s(seconds[: args.tokens]), tok_s(seconds[args.tokens :])
+        row(router, "off", args.threads, 0, cold, warm, "1.00", "", "")
         if args.parts:
             print("-", parts(engine, ids, args.tokens))
+        n_free = len(os.sched_getaffinity(0)) - args.threads
+        engine.leave_cpus(cpus_to_leave(args.threads, n_free, devices))
         cpu_program = engine.program
         shape = ModelShape.from_config(config)
         for budget in args.vram.split(","):
@@ -135,10 +140,11 @@ def main() -> int:
             engine.program = placed.program
             found, seconds, _ = run(engine, ids, 2 * args.tokens)
             same = sum(bool((a.view(np.uint32) == b.view(np.uint32)).all()) for a, b in zip(wanted, found, strict=True))
-            stats = placed.tier.stats()
+            hit_rate = placed.tier.stats()["hit_rate"] or 0.0
             warm = statistics.median(seconds[args.tokens :])
-            row(router, budget, placed.plan.slots[0], tok_s(seconds[: args.tokens]), tok_s(seconds[args.tokens :]),
-                f"{base / warm:.2f}", f"{stats['hit_rate']:.2f}", f"{same} of {len(found)}")  # fmt: skip
+            row(router, budget, engine.team.n_threads, placed.plan.slots[0], tok_s(seconds[: args.tokens]),
+                tok_s(seconds[args.tokens :]), f"{base / warm:.2f}", f"{hit_rate:.2f}",
+                f"{same} of {len(found)}")  # fmt: skip
             if args.parts:
                 print("-", parts(engine, ids, args.tokens))
             engine.program = cpu_program

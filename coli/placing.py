@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from coli import settings
-from coli.devices.base import Device, DeviceError, MatrixSpec, SlabSpec
+from coli.devices.base import Device, DeviceError, LayerDevice, SlabSpec
+from coli.engine.mixing import matrix_spec, mixer_spec
 from coli.engine.program import Program
 from coli.log import logger
 from coli.placement import CpuFacts, DeviceFacts, ModelShape, Plan, default_reserve_bytes, place_lines, plan
@@ -25,7 +28,7 @@ from coli.tier.heat import Heat
 from coli.tier.heatfile import HeatFile, HeatShape
 
 if TYPE_CHECKING:
-    from coli.container.reader import Container, Matrix, Slabs
+    from coli.container.reader import Container, Slabs
     from coli.engine.session import Engine
 
 _MATRICES = {
@@ -34,6 +37,8 @@ _MATRICES = {
     "dnout": ("layers.{}.linear_attn.out_proj",),
     "attnproj": ("layers.{}.self_attn.qkv_proj", "layers.{}.self_attn.o_proj"),
 }
+
+_KV_STEP = 1024  # positions by which a device's keys and values grow at most (devices/cuda/mixer.py)
 
 _log = logger("place")
 
@@ -88,10 +93,12 @@ def place_model(
     devices: Any = None,
     vram: int | str | None = None,
     heat: str | Path | None = None,
+    team_is_given: bool = True,
 ) -> Placed:
     """Decide what lies where and put it there.
 
     place, devices, vram, heat : as in ``coli.load``; None takes the environment's value, else the default.
+    team_is_given : somebody asked for just these threads; else a card's driver and uploads get CPUs of their own.
     Raises PlacementError before anything is uploaded: a malformed list, or one that does not fit.
     """
     from coli.devices.choose import choose_devices
@@ -108,7 +115,8 @@ def place_model(
         cpu = CpuFacts(free_bytes=psutil.virtual_memory().available)
         plan(shape, [], place="auto" if by_time else wanted, heat=counts, cpu=cpu, context=engine.context)
         return Placed(None, [], engine.program, None)
-    placing = _Placing(container, engine, shape, found, wanted, allowance, counts)
+    cpu_gb_s = _cpu_gb_s(container, shape, engine.context) if wanted in ("auto", "auto:time") else None
+    placing = _Placing(container, engine, shape, found, wanted, allowance, counts, cpu_gb_s)
     try:
         placed = engine.on_thread(lambda: placing.run(heat_file))
     except BaseException:
@@ -116,7 +124,35 @@ def place_model(
             device.close()
         raise
     engine.program = placed.program
+    if not team_is_given:
+        n_free = len(os.sched_getaffinity(0)) - len(engine.cpus) if hasattr(os, "sched_getaffinity") else 0
+        n = cpus_to_leave(engine.team.n_threads, n_free, placed.devices)
+        if n:
+            engine.leave_cpus(n)
+            logger("threads").info("%d threads: %d CPUs are left to uploads and the card's driver",
+                                   engine.team.n_threads, n)  # fmt: skip
     return placed
+
+
+def cpus_to_leave(threads: int, n_free: int, devices: Sequence[Device]) -> int:
+    """Threads that the team gives up, so that a device's host threads do not interrupt one that all others wait for.
+
+    n_free : CPUs that the process has beside the team's.   A device says in ``host_cpus`` how many its driver keeps
+    busy.  Never more than a quarter of the team.
+    """
+    wanted = max((getattr(device, "host_cpus", 0) for device in devices), default=0)
+    return min(max(0, wanted - n_free), threads // 4)
+
+
+def _cpu_gb_s(container: Container, shape: ModelShape, context: int) -> float | None:
+    """What the CPU reads of this model's weights while it decodes, in GB/s, where `coli tune` has measured it here."""
+    from coli.threads.limits import local_machine
+    from coli.threads.tuning import geometry_key, load_profile, machine_fingerprint
+
+    formats = (container.manifest.trunk_format, container.manifest.expert_format)
+    profile = load_profile(machine_fingerprint(*local_machine()), geometry_key(container.config, formats))
+    tok_s = None if profile is None else profile.table.get(profile.label)
+    return median(tok_s) * plan(shape, [], context=context).cpu_bytes_per_token / 1e9 if tok_s else None
 
 
 def _heat_file(container: Container, heat: str | Path | None, has_devices: bool) -> HeatFile | None:
@@ -152,6 +188,7 @@ class _Placing:
         place: str,
         allowance: int | str,
         counts: list[list[float]] | None,
+        cpu_gb_s: float | None = None,
     ) -> None:
         self.container = container
         self.engine = engine
@@ -160,28 +197,53 @@ class _Placing:
         self.place = place
         self.allowance = allowance
         self.counts = counts
+        self.cpu_gb_s = cpu_gb_s
+        self._whole: dict[int, dict[str, int]] = {}  # by the device's place: kinds of layers it may take whole
         slabs = container.slabs("layers.0.mlp.experts")
         self.slab = _slab_spec(slabs)
 
     def facts(self) -> list[DeviceFacts]:
-        """What the devices have free now, cut by COLI_VRAM."""
+        """What the devices have free now, cut by COLI_VRAM; their speeds where time is to decide."""
         made = []
-        for device in self.devices:
+        for i, device in enumerate(self.devices):
             free = device.free_bytes()
             if self.allowance == "auto":
                 reserve = default_reserve_bytes(free)
             else:
                 reserve = max(0, free - self.allowance)
+            self._whole[i] = self._whole_layers(device, free - reserve)
             made.append(
                 DeviceFacts(
                     device.name, free, reserve_bytes=reserve, uuid=device.uuid, pci_bus_id=device.pci_bus_id,
-                    staging_bytes=getattr(device, "staging_bytes", 0),
+                    staging_bytes=getattr(device, "staging_bytes", 0) + sum(self._whole[i].values()),
+                    gb_s=getattr(device, "gb_s", None) if self.cpu_gb_s else None,
+                    latency_us=getattr(device, "latency_us", None) if self.cpu_gb_s else None,
                 )
             )  # fmt: skip
         return made
 
+    def _whole_layers(self, device: Device, allowance_bytes: int) -> dict[str, int]:
+        """Which layers a device may take whole, by kind, and the bytes that go with them: the small vectors, and one
+        sequence's state, with the keys and values of the whole context.
+
+        A kind for which that is more than a sixteenth of the device is left to single products: weights save more.
+        """
+        if not hasattr(device, "mixer"):
+            return {}
+        config, wanted = self.container.config, {}
+        if "auto" in self.place or "dnout" in self.place:
+            taps = config.linear_conv_kernel_dim * config.conv_channels
+            ba = config.linear_num_value_heads * (2 * 4 * config.hidden_size)
+            n_layers = config.layer_types.count("linear_attention")
+            wanted["linear_attention"] = self.shape.state_bytes + n_layers * (4 * taps + ba + 4096)
+        if "auto" in self.place or "attnproj" in self.place:
+            positions = -(-self.engine.context // _KV_STEP) * _KV_STEP
+            n_layers = config.layer_types.count("full_attention")
+            wanted["full_attention"] = self.shape.kv_bytes(positions) + n_layers * 8192
+        return {kind: n_bytes for kind, n_bytes in wanted.items() if n_bytes <= allowance_bytes // 16}
+
     def decide(self, facts: list[DeviceFacts]) -> Plan:
-        cpu = CpuFacts(free_bytes=psutil.virtual_memory().available)
+        cpu = CpuFacts(self.cpu_gb_s, free_bytes=psutil.virtual_memory().available)
         made = plan(self.shape, facts, place=self.place, heat=self.counts, cpu=cpu, context=self.engine.context)
         for line in place_lines(made):
             _log.info(line)
@@ -229,7 +291,30 @@ class _Placing:
             heat_file=heat_file,
         )  # fmt: skip
         tier.warm_start()
-        return Placed(chosen, self.devices, Program(self.engine.config, residents, tier), tier)
+        mixers = self._mixers(residents)
+        return Placed(chosen, self.devices, Program(self.engine.config, residents, tier, mixers), tier)
+
+    def _mixers(self, residents: dict[tuple[str, int], tuple[Device, Any]]) -> dict[int, tuple[LayerDevice, Any]]:
+        """The layers whose projections are all on one device that takes them whole.  One that fails stays as it was."""
+        mixers: dict[int, tuple[LayerDevice, Any]] = {}
+        allowed = {id(device): self._whole[i] for i, device in enumerate(self.devices)}
+        for layer, kind in enumerate(self.container.config.layer_types):
+            if kind == "full_attention":
+                device, handles = residents.get(("attnproj", layer), (None, ()))
+            else:
+                (device, into), (other, out) = (residents.get((c, layer), (None, None)) for c in ("dnproj", "dnout"))
+                device, handles = (device if device is other else None), (into, out)
+            if device is None or kind not in allowed[id(device)]:
+                continue
+            spec = mixer_spec(self.container, layer)
+            if spec is None:
+                continue
+            try:
+                mixers[layer] = device, device.mixer(spec, *handles)
+            except DeviceError as error:
+                _log.warning("layer %d is not taken whole by %s, only its products: %s", layer, device.name, error)
+                allowed[id(device)] = {}
+        return mixers
 
     def _needs(self, chosen: Plan, index: int) -> int:
         return chosen.placed_bytes[index] + chosen.slots[index] * self.shape.expert_bytes
@@ -279,14 +364,8 @@ class _Placing:
             slabs = self.container.slabs(f"layers.{layer}.mlp.shared_expert")
             return device.upload_slab(slabs.name, _slab_spec(slabs), slabs.data[: slabs.stride_bytes])
         names = [name.format(layer) for name in _MATRICES[component]]
-        handles = [device.upload(_matrix_spec(self.container.matrix(name))) for name in names]
+        handles = [device.upload(matrix_spec(self.container.matrix(name))) for name in names]
         return handles[0] if len(handles) == 1 else tuple(handles)
-
-
-def _matrix_spec(m: Matrix) -> MatrixSpec:
-    return MatrixSpec(
-        m.name, m.format, m.rows, m.cols, m.block_bytes, m.n_blocks, m.n_groups, m.data[: m.n_blocks * m.block_bytes]
-    )
 
 
 def _slab_spec(s: Slabs) -> SlabSpec:

@@ -56,6 +56,37 @@ class SlabSpec:
     down_offset: int
 
 
+@dataclass(frozen=True)
+class MixerSpec:
+    """What lies between the two projections of a layer, in the words of ``engine.bind.geometry``.
+
+    is_attention : else DeltaNet.   geometry : its numbers by name.
+    vectors : float32 by name: q_norm and k_norm (1 + w); or conv (taps, channels), exp_a_log, dt_bias, dn_norm.
+    ba : the row-major matrix of b and a, DeltaNet only.
+    """
+
+    is_attention: bool
+    geometry: dict[str, Any]
+    vectors: dict[str, np.ndarray]
+    ba: MatrixSpec | None = None
+
+
+class LayerState(Protocol):
+    """One sequence's state of one layer, on a device: it moves on with every `LayerDevice.mix`.
+
+    After a `mix` that failed its contents mean nothing.  A device that closes its arena closes its states too.
+    """
+
+    def reach(self, positions: int) -> None:
+        """Make room for so many positions in all.  Raises DeviceError("out of memory") and changes nothing."""
+
+    def copy(self) -> LayerState:
+        """An independent state with the same contents.  Raises DeviceError and leaves nothing behind."""
+
+    def close(self) -> None:
+        """Give its memory back.  Safe to call twice."""
+
+
 class Device(Protocol):
     """One card, or what stands in for one.  Calls come from one thread, except ``write_slot``.
 
@@ -85,11 +116,20 @@ class Device(Protocol):
     def free(self, handle: Any) -> None:
         """Give a resident up.  Its bytes are used again only after the arena is opened anew."""
 
-    def matmul(self, handle: Any, rows: np.ndarray) -> np.ndarray:
-        """W x for each row: float32 (T, cols) -> float32 (T, rows of W), quantised as the contract says."""
+    def matmul(self, handle: Any, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """W x for each row: float32 (T, cols) -> float32 (T, rows of W), quantised as the contract says.
+
+        out : where the answer goes, if given.  Rows of both may lie apart; the values of a row are contiguous.
+        """
 
     def ffn(self, handle: Any, rows: np.ndarray) -> np.ndarray:
         """down(silu(gate x) * up x) of a resident slab: float32 (T, hidden) -> float32 (T, hidden)."""
+
+    def begin_ffn(self, handle: Any, rows: np.ndarray) -> Any:
+        """Start what `ffn` answers; `take` fetches it.  Runs beside a group of `issue`, not beside a `matmul`.
+
+        rows : may be overwritten by the caller as soon as this returns.
+        """
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
         """Overwrite a slot with an expert's slab (uint8, slab_bytes).  May come from an uploader thread, never for a
@@ -105,7 +145,37 @@ class Device(Protocol):
         """
 
     def take(self, ticket: Any) -> np.ndarray:
-        """Wait for a ticket: float32 (contributions, hidden), unweighted, in the order of ``issue``."""
+        """Wait for a ticket: float32 (contributions, hidden), unweighted, in issue's order; or what `ffn` answers."""
 
     def close(self) -> None:
         """Give everything back.  Safe to call twice, and on a lost device."""
+
+
+class LayerDevice(Device, Protocol):
+    """A device that also takes whole layers: in-projection, DeltaNet or attention, out-projection in one call.
+
+    The layer's activations and its part of a sequence's state never leave the device.  One that does not offer this
+    has no ``mixer``, and is asked for products one by one.
+    """
+
+    def mixer(self, spec: MixerSpec, into: Any, out: Any) -> Any:
+        """A layer whose two projections are resident here, ready for `mix`.  Takes memory beside the arena."""
+
+    def new_state(self, mixer: Any) -> LayerState:
+        """A sequence's state of a layer before its first position; memory beside the arena, the caller closes it."""
+
+    def mix(
+        self,
+        mixer: Any,
+        state: LayerState,
+        position: int,
+        rows: np.ndarray,
+        cos: np.ndarray,
+        sin: np.ndarray,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Consecutive positions of one sequence: float32 (T, hidden) after the layer's norm -> float32 (T, hidden).
+
+        position : of the first row; the state has moved on behind the last.
+        cos, sin : float32 (T, rotary_half) of these positions, for attention.   out : as in `matmul`.
+        """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -21,9 +21,10 @@ import numpy as np
 
 from coli._core import kernels
 from coli.container.layout import ALIGN_BYTES, FORMATS, matrix_layout, round_up
-from coli.devices.base import DeviceError, MatrixSpec, SlabSpec
+from coli.devices import fakemixer
+from coli.devices.base import DeviceError, MatrixSpec, MixerSpec, SlabSpec
 
-OPERATIONS = ("alloc", "upload", "matmul", "issue", "take")
+OPERATIONS = ("alloc", "upload", "matmul", "issue", "take", "mix")
 POISON = 0xA5  # what freed memory holds: finite in every number format, and nobody's weights
 
 _KIND = {"alloc": "out of memory"}  # of a failure by ``fail``; the others are "launch"
@@ -60,13 +61,65 @@ class _Resident:
 
 @dataclass(frozen=True, eq=False)
 class _Ticket:
-    """A group that was issued.  x : the caller's rows as they were then.   ready_at : on ``time.perf_counter``."""
+    """What was begun.  x : the caller's rows as they were then.   ready_at : on ``time.perf_counter``.
 
-    layer: int
+    of : the layer of a group, or the resident slab that `begin_ffn` was asked for; then there are no slots.
+    """
+
+    of: int | _Resident
     slots: np.ndarray
     rows_of: np.ndarray
     x: np.ndarray
     ready_at: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Mixer:
+    """The handle of a layer: its small vectors are copies, its projections are read from the arena at every call."""
+
+    spec: MixerSpec
+    into: _Resident
+    out: _Resident
+    n_bytes: int
+
+
+class _State:
+    """One sequence's state of one layer.  It knows its position, so a step left out or done twice is noticed."""
+
+    def __init__(self, device: FakeDevice, mixer: _Mixer, core: fakemixer.Core) -> None:
+        self.device = device
+        self.mixer = mixer
+        self.core: fakemixer.Core | None = core  # None: closed, or spoiled by a failure
+        self.position = 0
+        self.n_bytes = 0  # of the device's memory
+
+    def reach(self, positions: int) -> None:
+        """Make room for so many positions in all."""
+        _require(self in self.device._states, "a state of a device that was closed")
+        more = self.core.bytes_for(positions) - self.n_bytes
+        if more > 0:
+            self.device._take_beside(more, f"a state of {self.mixer.into.name}")
+            self.n_bytes += more
+
+    def copy(self) -> _State:
+        """An independent state with the same contents."""
+        _require(self.core is not None, "a state is copied that was closed, or that a failure has spoiled")
+        other = _State(self.device, self.mixer, self.core.copy())
+        other.position = self.position
+        self.device._states.add(other)
+        try:
+            other.reach(self.position)
+        except DeviceError:
+            other.close()
+            raise
+        return other
+
+    def close(self) -> None:
+        """Give its memory back."""
+        if self in self.device._states:
+            self.device._states.discard(self)
+            self.device._beside_bytes -= self.n_bytes
+        self.core = None
 
 
 class FakeDevice:
@@ -74,16 +127,18 @@ class FakeDevice:
 
     free_bytes : what an arena may take; see `set_free_bytes`.
     gb_s : bytes it reads and takes in, in GB/s (10**9); None is as fast as it goes.   latency_us : of each operation.
-    fail : (operation, n) pairs, n from 1; operation one of "alloc" (out of memory), "upload", "matmul", "issue", "take"
-        (launch), or "die": the n-th operation of any kind loses the device for ever.
+    fail : (operation, n) pairs, n from 1; operation one of "alloc" (out of memory), "upload", "matmul", "issue",
+        "take", "mix" (launch), or "die": the n-th operation of any kind loses the device for ever.
 
     calls : every operation as (operation, details...), in order, failed ones too, so that ``fail=[(operation, n)]``
         is the n-th entry of that operation.
 
-        - ("alloc", bytes, slots) for an arena, ("alloc", bytes, name) for a resident's part of it
+        - ("alloc", bytes, slots) for an arena, ("alloc", bytes, name) for a resident's part of it, and for what layers
+          and their states take beside it
         - ("upload", name, bytes), or ("upload", slot, bytes)
-        - ("matmul", name, rows), a resident slab's ``ffn`` too
-        - ("issue", layer, slots, rows_of), ("take", layer)
+        - ("matmul", name, rows), a resident slab's ``ffn`` and ``begin_ffn`` too
+        - ("issue", layer, slots, rows_of), ("take", layer) or ("take", name)
+        - ("mix", name of the in-projection, position, rows)
         - ("clear", slot), ("free", name), ("close",), which never fail and which "die" does not count
 
     index : 0 until somebody numbers the devices.   uuid, pci_bus_id : None, it has none.
@@ -127,7 +182,7 @@ class FakeDevice:
     def free_bytes(self) -> int:
         """What an arena could take now."""
         self._refuse_if_lost()
-        return max(0, self._limit_bytes - self._arena.size)
+        return max(0, self._limit_bytes - self._arena.size - self._beside_bytes)
 
     def set_free_bytes(self, free_bytes: int) -> None:
         """What `free_bytes` says when no arena is open, from now on: another program came or went."""
@@ -178,6 +233,8 @@ class FakeDevice:
         self._slot_readers: list[int] = []  # open tickets that read it
         self._residents: set[_Resident] = set()
         self._tickets: set[_Ticket] = set()
+        self._states: set[_State] = set()
+        self._beside_bytes = 0
 
     # ---- residents ---------------------------------------------------------------------------------------
 
@@ -220,15 +277,15 @@ class FakeDevice:
             self._residents.discard(handle)
             self._arena[handle.offset : handle.offset + handle.n_bytes] = POISON
 
-    def matmul(self, handle: _Resident, rows: np.ndarray) -> np.ndarray:
-        """W x for each row: float32 (T, cols) -> float32 (T, rows of W)."""
+    def matmul(self, handle: _Resident, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """W x for each row: float32 (T, cols) -> float32 (T, rows of W), into ``out`` where it is given."""
         data = self._bytes_of(handle, 1)
         _check_rows(rows, handle.parts[0].cols, handle.name)
         self._begin("matmul", handle.name, len(rows))
         done_at = self._finish_at(handle.n_bytes)
         y = _matmul(data, handle.parts[0], rows)
         _wait_until(done_at)
-        return y
+        return _answer(y, out, handle.name)
 
     def ffn(self, handle: _Resident, rows: np.ndarray) -> np.ndarray:
         """down(silu(gate x) * up x) of a resident slab."""
@@ -240,11 +297,79 @@ class FakeDevice:
         _wait_until(done_at)
         return y
 
+    def begin_ffn(self, handle: _Resident, rows: np.ndarray) -> _Ticket:
+        """Start what `ffn` answers.  The arithmetic is done in `take`, as late as a card may do it."""
+        self._bytes_of(handle, 3)
+        _check_rows(rows, handle.parts[0].cols, handle.name)
+        self._begin("matmul", handle.name, len(rows))
+        nothing = np.empty(0, np.int64)
+        ticket = _Ticket(handle, nothing, nothing, np.array(rows, np.float32), self._finish_at(handle.n_bytes))
+        with self._lock:
+            self._tickets.add(ticket)
+        return ticket
+
     def _bytes_of(self, handle: _Resident, n_parts: int) -> np.ndarray:
         self._refuse_if_lost()
         _require(handle in self._residents, f"{handle.name} was freed, or its arena was closed")
         _require(len(handle.parts) == n_parts, f"{handle.name} is {'a slab' if n_parts == 1 else 'a matrix'}")
         return self._arena[handle.offset : handle.offset + handle.n_bytes]
+
+    # ---- whole layers --------------------------------------------------------------------------------------
+
+    def mixer(self, spec: MixerSpec, into: _Resident, out: _Resident) -> _Mixer:
+        """A layer whose two projections are resident here.  Its vectors are copied beside the arena."""
+        for handle in (into, out):
+            self._bytes_of(handle, 1)
+        kept = {name: np.array(values, np.float32) for name, values in spec.vectors.items()}
+        ba = None if spec.ba is None else replace(spec.ba, data=spec.ba.data.copy())
+        n_bytes = sum(values.nbytes for values in kept.values()) + (0 if ba is None else ba.data.size)
+        self._take_beside(n_bytes, f"vectors of {into.name}")
+        return _Mixer(replace(spec, vectors=kept, ba=ba), into, out, n_bytes)
+
+    def new_state(self, mixer: _Mixer) -> _State:
+        """A sequence's state of a layer before its first position."""
+        state = _State(self, mixer, fakemixer.core(mixer.spec))
+        self._refuse_if_lost()
+        self._states.add(state)
+        try:
+            state.reach(0)
+        except DeviceError:
+            state.close()
+            raise
+        return state
+
+    def mix(
+        self, mixer: _Mixer, state: _State, position: int, rows: np.ndarray, cos: np.ndarray, sin: np.ndarray,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Consecutive positions of one sequence.  A failure spoils the state, as a kernel that breaks off may."""
+        spec, name = mixer.spec, mixer.into.name
+        into, back = self._bytes_of(mixer.into, 1), self._bytes_of(mixer.out, 1)
+        _check_rows(rows, mixer.into.parts[0].cols, name)
+        _require(state in self._states and state.mixer is mixer, f"{name}: a state of another layer, or a closed one")
+        _require(state.core is not None, f"{name}: a state that a failure has spoiled")
+        _require(state.position == position, f"{name}: position {position} with a state of {state.position}")
+        core, state.core = state.core, None
+        self._begin("mix", name, position, len(rows))
+        state.core = core
+        state.reach(position + len(rows))
+        done_at = self._finish_at(mixer.into.n_bytes + mixer.out.n_bytes)
+        x = np.ascontiguousarray(rows)
+        proj = np.ascontiguousarray(_matmul(into, mixer.into.parts[0], x))
+        ba = None if spec.ba is None else _matmul(spec.ba.data, _Part(0, spec.ba.format, spec.ba.rows, spec.ba.cols), x)
+        mixed = core.advance(position, proj, ba, cos, sin)
+        state.position += len(rows)
+        y = _matmul(back, mixer.out.parts[0], mixed)
+        _wait_until(done_at)
+        return _answer(y, out, name)
+
+    def _take_beside(self, n_bytes: int, what: str) -> None:
+        """Memory beside the arena."""
+        self._begin("alloc", n_bytes, what)
+        if n_bytes > self.free_bytes():
+            found = f"{n_bytes:,} bytes for {what}, {self.free_bytes():,} are free"
+            raise DeviceError(f"{self.name}: {found}", "out of memory")
+        self._beside_bytes += n_bytes
 
     # ---- expert slots ------------------------------------------------------------------------------------
 
@@ -298,14 +423,18 @@ class FakeDevice:
         return ticket
 
     def take(self, ticket: _Ticket) -> np.ndarray:
-        """Finish a group: float32 (contributions, hidden).  The ticket is used up, also where it fails."""
+        """Finish a group or an FFN: float32 (contributions, hidden).  The ticket is used up, also where it fails."""
+        is_group = isinstance(ticket.of, int)
         try:
-            self._begin("take", ticket.layer)
+            self._begin("take", ticket.of if is_group else ticket.of.name)
             _require(ticket in self._tickets, "a ticket is taken twice, or after its arena was closed")
-            y = np.empty((ticket.slots.size, self._slab.hidden_size), np.float32)
-            for slot in np.unique(ticket.slots).tolist():
-                mine = np.flatnonzero(ticket.slots == slot)
-                y[mine] = _ffn(self._slot_bytes(slot), _slab_parts(self._slab), ticket.x[ticket.rows_of[mine]])
+            if is_group:
+                y = np.empty((ticket.slots.size, self._slab.hidden_size), np.float32)
+                for slot in np.unique(ticket.slots).tolist():
+                    mine = np.flatnonzero(ticket.slots == slot)
+                    y[mine] = _ffn(self._slot_bytes(slot), _slab_parts(self._slab), ticket.x[ticket.rows_of[mine]])
+            else:
+                y = _ffn(self._bytes_of(ticket.of, 3), ticket.of.parts, ticket.x)
         finally:
             with self._lock:
                 if ticket in self._tickets:
@@ -370,6 +499,14 @@ def _wait_until(deadline: float) -> None:
 def _check_rows(rows: np.ndarray, cols: int, name: str) -> None:
     fits = rows.dtype == np.float32 and rows.ndim == 2 and len(rows) > 0 and rows.shape[1] == cols
     _require(fits, f"{name}: rows are {rows.dtype} {rows.shape}, not float32 (T, {cols})")
+
+
+def _answer(y: np.ndarray, out: np.ndarray | None, name: str) -> np.ndarray:
+    if out is None:
+        return y
+    _require(out.dtype == np.float32 and out.shape == y.shape, f"{name}: out is {out.dtype} {out.shape}, not {y.shape}")
+    out[:] = y
+    return out
 
 
 def _slab_parts(slab: SlabSpec) -> tuple[_Part, ...]:

@@ -2,18 +2,23 @@
 
 With nothing placed the list is one step: all operations of all layers in one region of the CPU team.  Each
 matrix that a device holds cuts it: the CPU runs up to the operation, the device answers it, the CPU goes on.
+A layer whose matrices are all on one device is one step there, and its part of a sequence's state is there too.
+
 A step whose device fails is answered by the CPU from the container's own bytes, then and from then on; the
-contract makes that the same bits, so a failure costs time and nothing else.
+contract makes that the same bits, so a failure costs time and nothing else.  Where states were lost with it the
+batch is given up (`StatesLost`), and whoever runs it computes them again and begins anew.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Sequence
 
 import numpy as np
 
 from coli._core import step
-from coli.devices.base import Device, DeviceError
+from coli.devices.base import Device, DeviceError, LayerDevice, LayerState
+from coli.engine.states import Held, StatesLost
 from coli.log import logger
 
 if TYPE_CHECKING:
@@ -32,6 +37,33 @@ class Tier(Protocol):
     def quarantine(self, lost: Device, reason: str = ...) -> None: ...
     def drain(self) -> None: ...
     def between_tokens(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of one sequence in a batch.   position : of the first.   held : its states on devices."""
+
+    first_row: int
+    n_rows: int
+    position: int
+    held: Held
+
+
+class Views:
+    """The step's buffers as arrays without padding, taken once a batch: every line between two steps costs."""
+
+    __slots__ = ("xn", "proj", "o", "y", "top_idx", "external", "slot_of", "expert_y", "shared_y")
+
+    def __init__(self, runner: step.Runner, hidden_size: int) -> None:
+        def take(name: str) -> np.ndarray:
+            return np.asarray(runner.buffer(name))
+
+        self.xn = take("xn")[:, :hidden_size]
+        self.y = take("y")[:, :hidden_size]
+        self.proj, self.o = take("proj"), take("o")
+        self.top_idx, self.external, self.slot_of = take("top_idx"), take("external"), take("slot_of")  # (T, k)
+        self.expert_y = take("expert_y")[:, :hidden_size]
+        self.shared_y = take("shared_y")[:, :hidden_size]
 
 
 class CpuRun:
@@ -53,8 +85,9 @@ class MatmulOn:
     __slots__ = ("program", "device", "handle", "what", "src", "dst", "cols", "rows", "op")
 
     def __init__(
-        self, program: Program, device: Device, handle: Any, what: str, src: str, dst: str, cols: int, rows: int, op: int
-    ) -> None:
+        self, program: Program, device: Device, handle: Any, what: str, src: str, dst: str, cols: int, rows: int,
+        op: int,
+    ) -> None:  # fmt: skip
         self.program = program
         self.device = device
         self.handle = handle
@@ -64,15 +97,63 @@ class MatmulOn:
         self.op = op
 
     def run(self, runner: step.Runner) -> None:
+        views = self.program.views
+        self.run_on(runner, getattr(views, self.src), getattr(views, self.dst))
+
+    def run_on(self, runner: step.Runner, src: np.ndarray, dst: np.ndarray) -> None:
+        """`run` with the two buffers at hand."""
         if self.handle is not None:
             try:
-                rows = np.asarray(runner.buffer(self.src))[:, : self.cols]
-                np.asarray(runner.buffer(self.dst))[:, : self.rows] = self.device.matmul(self.handle, rows)
+                self.device.matmul(self.handle, src[:, : self.cols], dst[:, : self.rows])
                 return
             except DeviceError as error:
                 self.handle = None
                 self.program.failed(self.device, self.what, error)
         runner.run(self.op, self.op + 1)
+
+
+class MixerOn:
+    """A layer from its in-projection to its out-projection on one device: xn -> y, three operations of the CPU.
+
+    dropped : it failed for good; the CPU computes the layer.
+    """
+
+    __slots__ = ("program", "device", "mixer", "what", "is_attention", "op", "dropped")
+
+    def __init__(
+        self, program: Program, device: LayerDevice, mixer: Any, what: str, is_attention: bool, op: int
+    ) -> None:
+        self.program = program
+        self.device = device
+        self.mixer = mixer
+        self.what = what
+        self.is_attention = is_attention
+        self.op = op
+        self.dropped = False
+
+    def new_state(self) -> LayerState:
+        """A sequence's state before its first position."""
+        return self.device.new_state(self.mixer)
+
+    def run(self, runner: step.Runner) -> None:
+        program = self.program
+        on_device = [(part, part.held.by.get(self)) for part in program.parts]
+        if any(state is None for _, state in on_device):
+            # the CPU works on the whole batch; what it makes of the others' rows is written over, and of their states
+            # in its own memory, which are not used
+            runner.run(self.op, self.op + 3)
+        for part, state in on_device:
+            if state is None:
+                continue
+            rows = slice(part.first_row, part.first_row + part.n_rows)
+            turns = slice(part.position, part.position + part.n_rows)
+            try:
+                self.device.mix(
+                    self.mixer, state, part.position, program.views.xn[rows], program.cos[turns], program.sin[turns],
+                    program.views.y[rows],
+                )  # fmt: skip
+            except DeviceError as error:
+                raise StatesLost(self, error) from None
 
 
 class ExpertsOn:
@@ -91,31 +172,22 @@ class ExpertsOn:
         self.shared_device, self.shared_handle = shared or (None, None)
 
     def run(self, runner: step.Runner) -> None:
-        program, tier = self.program, self.program.tier
-        hidden_size = program.config.hidden_size
-        external = np.asarray(runner.buffer("external"))  # (T, k)
-        x = np.asarray(runner.buffer("xn"))[:, :hidden_size]
+        program, tier, views = self.program, self.program.tier, self.program.views
         groups: Sequence[Any] = ()
         if tier is not None:
-            top_idx = np.asarray(runner.buffer("top_idx"))
             if program.decoding:
-                tier.note(self.layer, top_idx)
-            groups = tier.issue(self.layer, top_idx, x, external)
-        runner.shared_external = self.shared_handle is not None
+                tier.note(self.layer, views.top_idx)
+            groups = tier.issue(self.layer, views.top_idx, views.xn, views.external)
+        ticket = self._shared(lambda: self.shared_device.begin_ffn(self.shared_handle, views.xn))
+        runner.shared_external = ticket is not None
         runner.run(self.op, self.op + 1)
-        shared, again = None, False
-        if self.shared_handle is not None:
-            try:
-                shared = self.shared_device.ffn(self.shared_handle, x)
-            except DeviceError as error:
-                self.shared_handle = None
-                program.failed(self.shared_device, f"shexp of layer {self.layer}", error)
-                again = True
+        shared = None if ticket is None else self._shared(lambda: self.shared_device.take(ticket))
+        again = ticket is not None and shared is None
         answers = []
         for group in groups:
             y = tier.take(group)
             if y is None:
-                external[group.rows, group.ranks] = 0
+                views.external[group.rows, group.ranks] = 0
                 again = True
             else:
                 answers.append((group, y))
@@ -123,20 +195,30 @@ class ExpertsOn:
             runner.shared_external = shared is not None
             runner.run(self.op, self.op + 1)
         runner.shared_external = False  # the next layer's shared expert may be the CPU's, inside a longer run
-        if answers:
-            expert_y = np.asarray(runner.buffer("expert_y"))
-            slot_of = np.asarray(runner.buffer("slot_of"))
-            for group, y in answers:
-                expert_y[slot_of[group.rows, group.ranks], :hidden_size] = y
+        for group, y in answers:
+            views.expert_y[views.slot_of[group.rows, group.ranks]] = y
         if shared is not None:
-            np.asarray(runner.buffer("shared_y"))[:, :hidden_size] = shared
+            views.shared_y[:] = shared
+
+    def _shared(self, ask: Any) -> Any:
+        """What the shared expert's device answers; None without one, and from its first failure on."""
+        if self.shared_handle is None:
+            return None
+        try:
+            return ask()
+        except DeviceError as error:
+            self.shared_handle = None
+            self.program.failed(self.shared_device, f"shexp of layer {self.layer}", error)
+            return None
 
 
 class Program:
     """The steps of all layers.  ``decoding`` says whether the batch counts for the heat (prefill does not).
 
     residents : {(component, layer): (device, handle)}, where attnproj's handle is the pair (in, out).
+    mixers : {layer: (device, mixer)}: layers that a device takes whole.
     fallen : parts that fell back to the CPU, as (component or experts, device, reason).
+    epoch : another object whenever states of sequences no longer fit.
     """
 
     def __init__(
@@ -144,49 +226,45 @@ class Program:
         config: ModelConfig,
         residents: dict[tuple[str, int], tuple[Device, Any]] | None = None,
         tier: Tier | None = None,
+        mixers: dict[int, tuple[LayerDevice, Any]] | None = None,
     ) -> None:
         self.config = config
         self.tier = tier
         self.decoding = False
         self.lost: set[int] = set()
         self.fallen: list[tuple[str, str, str]] = []
+        self.mixers: list[MixerOn] = []
+        self.epoch = object()
         self._residents = residents or {}
+        self._mixers = mixers or {}
         self.head: MatmulOn | None = None
+        self.views: Views  # these four: of the batch that was begun
+        self.parts: list[Part] = []
+        self.cos: np.ndarray
+        self.sin: np.ndarray
         self.steps = self._build()
+        self._on_devices = any(not isinstance(one, CpuRun) for one in self.steps)
 
     def _build(self) -> list[Any]:
         config, steps = self.config, []
         start = 0  # first operation that the CPU has not been given yet
 
-        def cut(op: int, by: Any) -> None:
+        def cut(op: int, by: Any, n_ops: int = 1) -> None:
             nonlocal start
             if op > start:
                 steps.append(CpuRun(start, op))
             steps.append(by)
-            start = op + 1
+            start = op + n_ops
 
-        for layer, kind in enumerate(config.layer_types):
+        for layer in range(config.num_hidden_layers):
             base = layer * step.N_OPS
-            attention = kind == "full_attention"
-            value_dim = config.linear_num_value_heads * config.linear_value_head_dim
-            if attention:
-                placed = self._residents.get(("attnproj", layer))
-                into = (placed[0], placed[1][0]) if placed else None
-                out = (placed[0], placed[1][1]) if placed else None
-                rows = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-                names, width = ("attnproj", "attnproj"), config.num_attention_heads * config.head_dim
+            if layer in self._mixers:
+                mixer = self._mixer_on(layer)
+                self.mixers.append(mixer)
+                cut(mixer.op, mixer, 3)
             else:
-                into, out = self._residents.get(("dnproj", layer)), self._residents.get(("dnout", layer))
-                rows = config.conv_channels + value_dim
-                names, width = ("dnproj", "dnout"), value_dim
-            if into:
-                op = base + _OP["MIX_IN"]
-                what = f"{names[0]} of layer {layer}"
-                cut(op, MatmulOn(self, *into, what, "xn", "proj", config.hidden_size, rows, op))
-            if out:
-                op = base + _OP["MIX_OUT"]
-                what = f"{names[1]} of layer {layer}"
-                cut(op, MatmulOn(self, *out, what, "o", "y", width, config.hidden_size, op))
+                for matmul in self._projections(layer):
+                    cut(matmul.op, matmul)
             shared = self._residents.get(("shexp", layer))
             if shared or (self.tier is not None and self.tier.holds(layer)):
                 cut(base + _OP["MOE"], ExpertsOn(self, layer, shared))
@@ -200,27 +278,95 @@ class Program:
             )
         return steps
 
+    def _mixer_on(self, layer: int) -> MixerOn:
+        attention = self.config.layer_types[layer] == "full_attention"
+        what = f"{'attnproj' if attention else 'dnproj and dnout'} of layer {layer}"
+        return MixerOn(self, *self._mixers[layer], what, attention, layer * step.N_OPS + _OP["MIX_IN"])
+
+    def _projections(self, layer: int) -> list[MatmulOn]:
+        """The products of a layer's two projections that devices take one by one."""
+        config, base, made = self.config, layer * step.N_OPS, []
+        if config.layer_types[layer] == "full_attention":
+            placed = self._residents.get(("attnproj", layer))
+            into = (placed[0], placed[1][0]) if placed else None
+            out = (placed[0], placed[1][1]) if placed else None
+            rows = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+            names, width = ("attnproj", "attnproj"), config.num_attention_heads * config.head_dim
+        else:
+            into, out = self._residents.get(("dnproj", layer)), self._residents.get(("dnout", layer))
+            width = config.linear_num_value_heads * config.linear_value_head_dim
+            rows, names = config.conv_channels + width, ("dnproj", "dnout")
+        if into:
+            what = f"{names[0]} of layer {layer}"
+            made.append(MatmulOn(self, *into, what, "xn", "proj", config.hidden_size, rows, base + _OP["MIX_IN"]))
+        if out:
+            what = f"{names[1]} of layer {layer}"
+            made.append(MatmulOn(self, *out, what, "o", "y", width, config.hidden_size, base + _OP["MIX_OUT"]))
+        return made
+
+    def begin(self, runner: step.Runner, parts: list[Part], cos: np.ndarray, sin: np.ndarray) -> None:
+        """The runner has begun this batch.  cos, sin : float32 (positions, rotary_half), from position 0 on."""
+        if self._on_devices:
+            self.views = Views(runner, self.config.hidden_size)
+            self.parts, self.cos, self.sin = parts, cos, sin
+
     def run(self, runner: step.Runner) -> None:
-        """All layers of the batch that the runner has begun."""
+        """All layers of the batch that the runner and the program have begun.
+
+        Raises StatesLost where a device failed that has states of the batch: none of its sequences' states is of use.
+        """
         try:
             for one in self.steps:
                 one.run(runner)
         except BaseException:
+            runner.shared_external = False
             if self.tier is not None:
                 self.tier.drain()
             raise
         if self.tier is not None:
             self.tier.between_tokens()
 
+    def run_head(self, runner: step.Runner, rows: Sequence[int], logits: np.ndarray) -> bool:
+        """Logits of some rows of the batch; False when one is NaN or infinite."""
+        if self.head is None:
+            return runner.head(rows, logits)
+        runner.head_begin(rows, logits)
+        runner.run(runner.n_ops, runner.n_ops + 1)  # the final norm; the product is the device's
+        head_x, padded = np.asarray(runner.buffer("head_x")), np.asarray(runner.buffer("logits"))
+        self.head.run_on(runner, head_x, padded)
+        return bool(np.isfinite(padded[:, : self.config.vocab_size]).all())
+
     def failed(self, device: Device, what: str, error: DeviceError) -> None:
         """A device did not answer: say so once, and forget a lost one."""
-        if error.kind == "lost":
-            if id(device) in self.lost:
-                return
-            self.lost.add(id(device))
-            if self.tier is not None:
-                self.tier.quarantine(device, str(error))
+        if error.kind != "lost":
+            logger("place").warning("%s on %s failed (%s): computed on the CPU", what, device.name, error)
+        elif self._first_loss(device, error):
             logger("place").warning("%s is lost (%s): everything on it goes to the CPU", device.name, error)
         else:
-            logger("place").warning("%s on %s failed (%s): computed on the CPU", what, device.name, error)
+            return
         self.fallen.append((what, device.name, str(error)))
+
+    def give_up(self, lost: StatesLost) -> str:
+        """A device failed in a layer that it takes whole: that layer, or all of a lost device, is the CPU's.
+
+        Returns what happened, for the line that is written when the states have been computed again.
+        """
+        failed, error = lost.step, lost.error
+        gone = error.kind == "lost"
+        for mixer in [m for m in self.mixers if m is failed or (gone and m.device is failed.device)]:
+            mixer.dropped = True
+            self.mixers.remove(mixer)
+        self.epoch = object()
+        self.fallen.append((failed.what, failed.device.name, str(error)))
+        if not gone:
+            return f"{failed.what} on {failed.device.name} failed ({error}): computed on the CPU"
+        self._first_loss(failed.device, error)
+        return f"{failed.device.name} is lost ({error}): everything on it goes to the CPU"
+
+    def _first_loss(self, device: Device, error: DeviceError) -> bool:
+        if id(device) in self.lost:
+            return False
+        self.lost.add(id(device))
+        if self.tier is not None:
+            self.tier.quarantine(device, str(error))
+        return True

@@ -135,6 +135,12 @@ class Engine:
             )
         self._runner = step.Runner(self._net, self.team)
         self.thread_map = self.team.map()
+        self.cpus = tuple(cpus or ())
+
+    def leave_cpus(self, n: int) -> None:
+        """Go on without the last n threads of the team, whose CPUs others need: uploads, a card's driver."""
+        cpus = self.cpus[: len(self.cpus) - n]
+        self._thread.call(self._start, max(1, self.team.n_threads - n), cpus or None)
 
     def on_thread(self, fn: Callable[[], Any]) -> Any:
         """Run something between steps on the engine thread, where devices have their contexts."""
@@ -238,7 +244,8 @@ class Engine:
                     session._held.stale = True
         if losses or replayed:
             again = f"the state of {replayed:,} tokens was computed again in {time.monotonic() - start:.1f} s"
-            logger("place").log(logging.WARNING if losses else logging.INFO, "%s", "; ".join([*dict.fromkeys(losses), again]))
+            level = logging.WARNING if losses else logging.INFO
+            logger("place").log(level, "%s", "; ".join([*dict.fromkeys(losses), again]))
 
     def _is_ready(self, session: Session, n: int) -> bool:
         """Whether a session's states are where the program wants them, with room for n positions more."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+
 import pytest
 
 from coli.devices import choose
 from coli.devices.choose import choose_devices, describe
+from coli.devices.cuda import probe
 from coli.devices.fake import FakeDevice
 from coli.errors import RequestError
 
@@ -122,3 +127,24 @@ def test_machine_without_cards_says_so(monkeypatch):
     assert [] == choose_devices("auto")
     with pytest.raises(RequestError, match="there is no card 0; here: no card; fake:8GiB makes one"):
         choose_devices("0")
+
+
+def test_no_devices_import_nothing_of_cuda():
+    """``--devices none`` asks nobody: neither a maker's package nor coli's room for it is imported."""
+    code = """
+import sys, coli
+with coli.load("demo", devices="none", threads=1) as model:
+    model.session().step(1)
+found = sorted(name for name in sys.modules if name.split(".")[0] in ("cuda", "pynvml") or "devices.cuda" in name)
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_auto_without_a_card_says_why_once(monkeypatch, caplog):
+    """The reason why there is no card is one line, and the run goes on without devices."""
+    monkeypatch.setattr("coli.devices.cuda.probe.probe_cuda", lambda: probe.Reason("no NVIDIA driver"))
+    with caplog.at_level(logging.INFO, logger="coli"):
+        assert choose_devices("auto") == []
+    assert [r.getMessage() for r in caplog.records if r.name == "coli.cuda"] == ["off: no NVIDIA driver"]

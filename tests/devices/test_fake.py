@@ -11,7 +11,7 @@ import pytest
 from devices.slabs import assert_bits, random_matrix, random_slabs, reference_ffn, reference_matmul
 
 from coli.container.layout import FORMATS
-from coli.devices.base import DeviceError
+from coli.devices.base import DeviceError, MixerSpec
 from coli.devices.fake import OPERATIONS, POISON, FakeDevice
 
 MIB = 1 << 20
@@ -313,7 +313,7 @@ def test_dying_device_is_lost_for_ever(rng, n):
 
 def test_unknown_failure_is_refused():
     """A mistyped operation would be a failure that never comes, and a test that proves nothing."""
-    with pytest.raises(ValueError, match="'mathmul'.*alloc, upload, matmul, issue, take, die"):
+    with pytest.raises(ValueError, match="'mathmul'.*alloc, upload, matmul, issue, take, mix, die"):
         FakeDevice(1, fail=[("mathmul", 1)])
 
 
@@ -340,7 +340,7 @@ def test_calls_record_everything_in_order(rng):
         ("free", "lm_head"),
         ("close",),
     ] == list(device.calls)
-    assert set(OPERATIONS) <= {call[0] for call in device.calls}
+    assert set(OPERATIONS) - {"mix"} <= {call[0] for call in device.calls}
 
 
 # ---- time --------------------------------------------------------------------------------------------------
@@ -368,3 +368,105 @@ def test_group_runs_beside_the_caller(rng):
     time.sleep(0.250)
     device.take(ticket)
     assert 0.300 <= time.perf_counter() - start < 0.500
+
+
+# ---- whole layers --------------------------------------------------------------------------------------------
+
+
+def deltanet_layer(rng, device):
+    """A small DeltaNet layer on an opened device, and rows for it."""
+    g = {"dn_k_heads": 2, "dn_v_heads": 4, "dn_k_dim": 16, "dn_v_dim": 16, "conv_taps": 4, "q_scale": 0.25, "eps": 1e-6}
+    vectors = {
+        "conv": rows(rng, 4, 128), "exp_a_log": np.ones(4, np.float32), "dt_bias": np.zeros(4, np.float32),
+        "dn_norm": np.ones(16, np.float32),
+    }  # fmt: skip
+    into = device.upload(random_matrix(rng, "i8_row", 192, 128, "into"))
+    out = device.upload(random_matrix(rng, "i8_row", 128, 64, "out"))
+    return device.mixer(MixerSpec(False, g, vectors, random_matrix(rng, "f32", 8, 128, "ba")), into, out)
+
+
+NO_TURNS = np.empty((9, 0), np.float32)
+
+
+def test_layer_in_any_cut_and_on_a_copy_answers_alike(rng):
+    """Positions one by one, all at once, and the rest on a copy of the state: the same bits."""
+    device, _, _ = opened(rng)
+    mixer, x = deltanet_layer(rng, device), rows(rng, 9, 128)
+    state = device.new_state(mixer)
+    expected = device.mix(mixer, state, 0, x, NO_TURNS, NO_TURNS)
+    state = device.new_state(mixer)
+    found = [device.mix(mixer, state, 0, x[:5], NO_TURNS, NO_TURNS)]
+    copied = state.copy()
+    device.mix(mixer, state, 5, x[:4], NO_TURNS, NO_TURNS)
+    for at in range(5, 9):
+        found.append(device.mix(mixer, copied, at, x[at : at + 1], NO_TURNS, NO_TURNS, np.empty((1, 128), np.float32)))
+    assert_bits(expected, np.concatenate(found))
+
+
+def test_layer_and_states_take_memory_and_give_it_back(rng):
+    """Vectors and states lie beside the arena; a closed state's bytes are free again."""
+    device, _, _ = opened(rng)
+    before = device.free_bytes()
+    mixer = deltanet_layer(rng, device)
+    with_layer = device.free_bytes()
+    states = [device.new_state(mixer) for _ in range(3)]
+    states.append(states[0].copy())
+    one = (with_layer - device.free_bytes()) // 4
+    assert before > with_layer and one > 4 * 4 * 16 * 16
+    for state in states:
+        state.close()
+        state.close()
+    assert device.free_bytes() == with_layer
+    device.set_free_bytes(device._arena.size + device._beside_bytes + one - 1)
+    with pytest.raises(DeviceError) as failed:
+        device.new_state(mixer)
+    assert failed.value.kind == "out of memory" and device.free_bytes() == one - 1
+
+
+def wrong_states():
+    def position_left_out(d, mixer, x):
+        d.mix(mixer, d.new_state(mixer), 1, x, NO_TURNS, NO_TURNS)
+
+    def closed(d, mixer, x):
+        state = d.new_state(mixer)
+        state.close()
+        d.mix(mixer, state, 0, x, NO_TURNS, NO_TURNS)
+
+    def of_an_arena_before(d, mixer, x):
+        state, spec = d.new_state(mixer), d._slab
+        d.open_arena(MIB, 0, spec)
+        state.reach(5)
+
+    def of_another_layer(d, mixer, x):
+        d.mix(deltanet_layer(np.random.default_rng(0), d), d.new_state(mixer), 0, x, NO_TURNS, NO_TURNS)
+
+    def spoiled(d, mixer, x):
+        state = d.new_state(mixer)
+        d._fail = frozenset([("mix", 1)])
+        with pytest.raises(DeviceError):
+            d.mix(mixer, state, 0, x, NO_TURNS, NO_TURNS)
+        d.mix(mixer, state, 0, x, NO_TURNS, NO_TURNS)
+
+    return [value for value in locals().values()]
+
+
+@pytest.mark.parametrize("misuse", wrong_states(), ids=lambda f: f.__name__)
+def test_state_that_is_out_of_step_is_an_assertion_error(rng, misuse):
+    """A state of another time, layer or arena would be somebody else's memory."""
+    device, _, _ = opened(rng)
+    with pytest.raises(AssertionError):
+        misuse(device, deltanet_layer(rng, device), rows(rng, 2, 128))
+
+
+def test_ffn_begun_beside_a_group_answers_as_alone(rng):
+    """The shared expert and a group are under way at once; rows may be overwritten as soon as both have begun."""
+    device, slabs, spec = opened(rng)
+    x = rows(rng, 2, 128)
+    shared = device.upload_slab("shared", spec, slabs[3])
+    expected = device.ffn(shared, x), device.take(device.issue(0, [1], [1], x))
+    group, ticket = device.issue(0, [1], [1], x), device.begin_ffn(shared, x)
+    x[:] = np.nan
+    assert_bits(expected[0], device.take(ticket))
+    assert_bits(expected[1], device.take(group))
+    with pytest.raises(AssertionError, match="taken twice"):
+        device.take(ticket)

@@ -192,9 +192,10 @@ class Context:
             self.check(self._driver.cuMemFreeHost(pinned.address), "unpin memory")
 
     def copy_here(self, to: int, at: int, n_bytes: int) -> None:
-        """Copy inside the card, at once."""
+        """Copy inside the card, at once: what a lane starts afterwards finds the copy made."""
         self.set_current()
         self.check(self._driver.cuMemcpyDtoD(to, at, n_bytes), "copy")
+        self.check(self._driver.cuCtxSynchronize(), "copy")  # the driver does not wait for copies between device memory
 
     def zero(self, address: int, n_bytes: int) -> None:
         """Set device memory to zero, at once."""

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from coli.container.layout import MatrixLayout, SlabLayout, matrix_layout, slab_layout
-from coli.devices.base import DeviceError, MatrixSpec, SlabSpec
+from coli.devices.base import DeviceError, MatrixSpec, MixerSpec, SlabSpec
 from coli.devices.cuda import mixer as mixers
 from coli.devices.cuda import plan
 from coli.devices.cuda.arena import Arena
 from coli.devices.cuda.context import Context
 from coli.devices.cuda.lane import Lane
-from coli.devices.cuda.mixer import Mixer, MixerSpec, MixerState
+from coli.devices.cuda.mixer import Mixer, MixerState
 from coli.devices.cuda.probe import Card, nvml_free_bytes
 from coli.devices.cuda.upload import Uploader
 from coli.log import logger
@@ -68,9 +70,12 @@ class CudaDevice:
     """One card.  Calls come from one thread, except ``write_slot``.
 
     staging_bytes : what an arena takes besides residents and slots.
+    host_cpus : CPUs that uploads and the driver's threads want beside the team.  Measured on 16 cores: decode with 14
+        threads was 1.29 times as fast as with 16, whose every interruption all others wait for; with 15 it was 1.1.
     """
 
     staging_bytes = STAGING_BYTES
+    host_cpus = 2
 
     def __init__(self, card: Card) -> None:
         self.card = card
@@ -92,6 +97,7 @@ class CudaDevice:
         self._slab_stride = 0
         self._expert_graphs: dict[Any, tuple[int, Any, int]] = {}
         self._beside: list[int] = []  # small allocations of whole layers
+        self._states: WeakSet[MixerState] = WeakSet()  # closed with the arena, if their owners have not done it
         self._open: list[Ticket | None] = [None, None]  # by lane
 
     # ---- memory and speed --------------------------------------------------------------------------------
@@ -209,6 +215,8 @@ class CudaDevice:
                 context.synchronize(lane.stream)
             for graph in graphs:
                 context.free_graph(graph)
+            for state in list(self._states):
+                state.close()
             for uploader in (self._uploader, self._slot_uploader):
                 if uploader is not None:
                     uploader.finish()
@@ -318,7 +326,7 @@ class CudaDevice:
         known = handle.graphs.get((n, n))
         if known is None or known[0] != lane.generation:
             self._uploader.finish()
-        first, every = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
+        first, every = _counted(n)
         self._start_experts(
             lane, handle.slab, handle.stride, known, first, every, handle.address, rows, handle.graphs
         )  # fmt: skip
@@ -337,50 +345,65 @@ class CudaDevice:
         return Mixer(spec, (into.address, into.layout), (out.address, out.layout), vectors, ba_at)
 
     def new_state(self, mixer: Mixer) -> MixerState:
-        """A sequence's state of one layer before its first position.  The caller closes it, before the arena."""
-        return mixers.new_state(mixer, self._opened())
+        """A sequence's state of one layer before its first position.  The caller closes it; the arena does at last."""
+        state = mixers.new_state(mixer, self._opened())
+        state.siblings = self._states
+        self._states.add(state)
+        return state
 
     def mix(
-        self, mixer: Mixer, state: MixerState, position: int, rows: np.ndarray, cos: np.ndarray, sin: np.ndarray
-    ) -> np.ndarray:
+        self, mixer: Mixer, state: MixerState, position: int, rows: np.ndarray, cos: np.ndarray, sin: np.ndarray,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """In-projection, core and out-projection of consecutive positions; the state moves on.
 
         rows : float32 (T, hidden), after the layer's first norm.   position : of the first row.
-        cos, sin : float32 (T, rotary_half), of these positions; attention only.   Returns float32 (T, hidden).
+        cos, sin : float32 (T, rotary_half), of these positions; attention only.
+        Returns float32 (T, hidden), in ``out`` where it is given.
         """
-        lane = self._lane(_DENSE)
-        self._uploader.finish()
-        n, into, out = len(rows), mixer.into[1], mixer.out[1]
-        y = np.empty((n, out.rows), np.float32)
-        stride, chunks = plan.x_stride(into), 0
+        lane, n, chunks = self._lane(_DENSE), len(rows), 0
+        y = np.empty((n, mixer.out[1].rows), np.float32) if out is None else out
         if mixer.spec.is_attention:
-            state.reach(position + n)
             chunks = mixers.covered(-(-(position + n) // mixers.CHUNK))
+        if n == 1:
+            known = state.graphs.get(1)
+            # nothing to allocate, capture or wait for: the known case, as in `matmul`
+            room = chunks == 0 or position < mixers.CHUNK * state.chunks
+            if known is not None and room and known[0] == (lane.generation, chunks, state.tables_at):
+                mixers.put_list(lane, mixer, position, cos, sin)
+                lane.call(rows, mixer.stride, known[2], y)
+                return y
+        self._uploader.finish()
+        state.reach(position + n)
         step = mixers.rows_at_once(mixer, lane, chunks)
         for at in range(0, n, step):
             m = min(step, n - at)
-            words = mixers.list_words(mixer, position + at, cos[at : at + m], sin[at : at + m])
-            lane.reserve(4 * m * stride, 4 * m * out.rows, words.nbytes)
-            lane.list.array[: words.nbytes] = words.view(np.uint8)
+            n_words = mixers.list_words(mixer, m)
+            lane.reserve(4 * m * mixer.stride, 4 * m * mixer.out[1].rows, 4 * n_words)
+            mixers.put_list(lane, mixer, position + at, cos[at : at + m], sin[at : at + m])
             if m == 1:
-                key = lane.generation, chunks, state.tables_at
-                known = state.graphs.get(1)
-                if known is None or known[0] != key:
-                    graph = self._capture_mix(lane, mixer, state, words.size, chunks)
-                    if known is not None:
-                        self._context.free_graph(known[1])
-                    state.graphs[1] = known = key, graph, int(graph)
-                lane.call(rows[at : at + 1], stride, known[2], y[at : at + 1])
+                graph = self._mix_graph(lane, mixer, state, n_words, chunks)
+                lane.call(rows[at : at + 1], mixer.stride, graph, y[at : at + 1])
                 continue
             with lane.launching():
-                lane.put(rows[at : at + m], stride)
-                mixers.launch(lane, mixer, state, m, words.size, chunks)
+                lane.put(rows[at : at + m], mixer.stride)
+                mixers.launch(lane, mixer, state, m, n_words, chunks)
             lane.take(y[at : at + m])
         return y
 
-    def _capture_mix(self, lane: Lane, mixer: Mixer, state: MixerState, n_words: int, chunks: int) -> Any:
-        self._context.set_current()
-        return self._context.capture(lane.stream, lambda: mixers.launch(lane, mixer, state, 1, n_words, chunks))
+    def _mix_graph(self, lane: Lane, mixer: Mixer, state: MixerState, n_words: int, chunks: int) -> int:
+        """The graph of one position, captured anew where the staging or the tables have moved, or the grids are few."""
+        key, known = (lane.generation, chunks, state.tables_at), state.graphs.get(1)
+        if known is None or known[0] != key:
+            self._context.set_current()
+            if known is not None:
+                del state.graphs[1]
+                self._context.free_graph(known[1])
+            graph = self._context.capture(
+                lane.stream, lambda: mixers.launch(lane, mixer, state, 1, n_words, chunks)
+            )
+            state.graphs[1] = known = key, graph, int(graph)
+        return known[2]
 
     # ---- expert slots ------------------------------------------------------------------------------------
 
@@ -485,6 +508,12 @@ class CudaDevice:
         if self._arena is None:
             raise DeviceError(f"{self.name}: no arena is open", "launch")
         return self._arena
+
+
+@lru_cache(maxsize=16)
+def _counted(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 zeros, and 0 to n - 1; read only."""
+    return np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
 
 
 def _check_slab(slab: SlabSpec, layout: SlabLayout) -> None:

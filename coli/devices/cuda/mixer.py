@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from coli.container.layout import GROUP, MatrixLayout, round_up
-from coli.devices.base import DeviceError, MatrixSpec
+from coli.devices.base import DeviceError, MixerSpec
 from coli.devices.cuda import plan
 from coli.devices.cuda.context import Context
 from coli.devices.cuda.lane import Lane
@@ -23,21 +25,6 @@ from coli.devices.cuda.lane import Lane
 CHUNK = 64  # positions of a K/V block and of one sum (docs/numerics.md, section 4)
 _GROW_CHUNKS = 16  # K/V memory is taken for so many blocks at once
 _ROWS = 64  # rows of one pass: what the scratch holds of projections
-
-
-@dataclass(frozen=True)
-class MixerSpec:
-    """What lies between the two projections of a layer, in the words of ``engine.bind.geometry``.
-
-    is_attention : else DeltaNet.   geometry : its numbers by name.
-    vectors : float32 by name: q_norm and k_norm (1 + w); or conv (taps, channels), exp_a_log, dt_bias, dn_norm.
-    ba : the row-major matrix of b and a, DeltaNet only.
-    """
-
-    is_attention: bool
-    geometry: dict[str, Any]
-    vectors: dict[str, np.ndarray]
-    ba: MatrixSpec | None = None
 
 
 @dataclass(eq=False)
@@ -49,6 +36,11 @@ class Mixer:
     out: tuple[int, MatrixLayout]
     vectors: dict[str, int]
     ba_at: int = 0
+
+    @cached_property
+    def stride(self) -> int:
+        """Floats between two rows of x in the staging."""
+        return plan.x_stride(self.into[1])
 
     @property
     def channels(self) -> int:
@@ -73,6 +65,8 @@ class MixerState:
     chunks: int = 0
     tables_at: tuple[int, int] = (0, 0)
     graphs: dict[Any, tuple[tuple, Any, int]] = field(default_factory=dict)
+    siblings: WeakSet[MixerState] | None = None  # the device's list of what it has to close at last
+    closed: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -87,7 +81,7 @@ class MixerState:
 
     def reach(self, positions: int) -> None:
         """Make room for so many positions.  Raises DeviceError("out of memory") and keeps what there is."""
-        wanted = -(-positions // CHUNK)
+        wanted = -(-positions // CHUNK) if self.mixer.spec.is_attention else 0
         if wanted <= self.chunks:
             return
         new = -(-(wanted - self.chunks) // _GROW_CHUNKS) * _GROW_CHUNKS
@@ -108,37 +102,55 @@ class MixerState:
     def copy(self) -> MixerState:
         """An independent state with the same contents."""
         other = new_state(self.mixer, self.context)
-        if self.mixer.spec.is_attention:
-            for at, n_bytes in self.pieces:
-                before = other.chunks
-                other.reach((before + n_bytes // (2 * self.block_bytes)) * CHUNK)
-                self.context.copy_here(other.pieces[-1][0], at, n_bytes)
-            return other
-        for to, at, n_bytes in zip(
-            (other.state_at, other.ring_at), (self.state_at, self.ring_at), self.sizes(), strict=True
-        ):
-            self.context.copy_here(to, at, n_bytes)
+        other.siblings = self.siblings
+        if self.siblings is not None:
+            self.siblings.add(other)
+        try:
+            if self.mixer.spec.is_attention:
+                other._copy_pieces(self)
+            else:
+                pairs = (other.state_at, self.state_at), (other.ring_at, self.ring_at)
+                for (to, at), n_bytes in zip(pairs, self.sizes(), strict=True):
+                    self.context.copy_here(to, at, n_bytes)
+        except DeviceError:
+            other.close()
+            raise
         return other
 
+    def _copy_pieces(self, of: MixerState) -> None:
+        for at, n_bytes in of.pieces:
+            self.reach((self.chunks + n_bytes // (2 * self.block_bytes)) * CHUNK)
+            self.context.copy_here(self.pieces[-1][0], at, n_bytes)
+
     def close(self) -> None:
-        """Give its memory back."""
-        for _, graph, _ in self.graphs.values():
-            self.context.free_graph(graph)
-        for at in (self.state_at, self.ring_at, self.tables_at[0], *(at for at, _ in self.pieces)):
-            self.context.free(at)
+        """Give its memory back.  Does nothing the second time, and on a lost card."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.context.lost is None:
+            self.context.set_current()
+            for _, graph, _ in self.graphs.values():
+                self.context.free_graph(graph)
+            for at in (self.state_at, self.ring_at, self.tables_at[0], *(at for at, _ in self.pieces)):
+                self.context.free(at)
         self.graphs.clear()
         self.pieces.clear()
 
 
 def new_state(mixer: Mixer, context: Context) -> MixerState:
-    """The state before the first position."""
+    """The state before the first position.  Raises DeviceError and leaves nothing behind."""
     state = MixerState(mixer, context)
-    if not mixer.spec.is_attention:
-        state_bytes, ring_bytes = state.sizes()
+    if mixer.spec.is_attention:
+        return state
+    state_bytes, ring_bytes = state.sizes()
+    try:
         state.state_at = context.alloc(state_bytes, "a recurrent state")
         state.ring_at = context.alloc(ring_bytes, "a convolution's rows")
         context.zero(state.state_at, state_bytes)
         context.zero(state.ring_at, ring_bytes)
+    except DeviceError:
+        state.close()
+        raise
     return state
 
 
@@ -166,14 +178,20 @@ def rows_at_once(mixer: Mixer, lane: Lane, chunks: int) -> int:
     return max(1, min(_ROWS, (lane.scratch_bytes - 65536) // per_row))
 
 
-def list_words(mixer: Mixer, position: int, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """What goes up beside the rows: the position, and attention's cos and sin rows; uint32."""
-    head = np.array([position, 0], np.int64).view(np.uint32)  # 16 bytes, so that what follows is aligned
-    if not mixer.spec.is_attention:
-        return head
-    return np.concatenate(
-        [head, *(np.ascontiguousarray(v, np.float32).reshape(-1).view(np.uint32) for v in (cos, sin))]
-    )
+def put_list(lane: Lane, mixer: Mixer, position: int, cos: np.ndarray, sin: np.ndarray) -> int:
+    """What goes up beside the rows: the position, and attention's cos and sin rows.  Returns its 32-bit words."""
+    words = list_words(mixer, len(cos))
+    held = lane.list.array
+    held[:16].view(np.int64)[0] = position  # 16 bytes, so that what follows is aligned
+    if mixer.spec.is_attention:
+        turns = held[16 : 4 * words].view(np.float32).reshape(2, *cos.shape)
+        turns[0], turns[1] = cos, sin
+    return words
+
+
+def list_words(mixer: Mixer, n: int) -> int:
+    """32-bit words of that list for n rows."""
+    return 4 + 2 * n * mixer.spec.geometry["rotary_half"] if mixer.spec.is_attention else 4
 
 
 def launch(lane: Lane, mixer: Mixer, state: MixerState, n: int, n_words: int, chunks: int) -> None:

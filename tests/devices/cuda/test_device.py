@@ -277,17 +277,33 @@ def test_free_bytes_leave_room_for_the_context(make):
     assert device.free_bytes() == driver.cuMemGetInfo()[1]
 
 
-def test_layer_state_grows_is_copied_and_given_back(make):
-    """K/V memory grows with the positions, a copy has its own, and closing leaves nothing."""
-    device, driver = make()
-    device.open_arena(1 << 20, 0, None)
+def attention_layer(device):
+    """A small attention layer on a device with an arena."""
     n_q, n_kv, d = 2, 1, 32
     into = device.upload(matrix_spec(RNG, "i8_row", (2 * n_q + 2 * n_kv) * d, 64))
     out = device.upload(matrix_spec(RNG, "i8_row", 64, n_q * d))
     geometry = {"n_q_heads": n_q, "n_kv_heads": n_kv, "head_dim": d, "rotary_half": 4, "kv_f16": True, "eps": 1e-6,
                 "attn_scale": 0.1}  # fmt: skip
     norms = {name: np.ones(d, np.float32) for name in ("q_norm", "k_norm")}
-    mixer = device.mixer(MixerSpec(True, geometry, norms), into, out)
+    return device.mixer(MixerSpec(True, geometry, norms), into, out)
+
+
+def deltanet_layer(device):
+    """A small DeltaNet layer on a device with an arena."""
+    geometry = {"dn_k_heads": 1, "dn_v_heads": 2, "dn_k_dim": 16, "dn_v_dim": 16, "conv_taps": 4, "q_scale": 0.25,
+                "eps": 1e-6}  # fmt: skip
+    vectors = {name: np.ones(n, np.float32) for name, n in (("exp_a_log", 2), ("dt_bias", 2), ("dn_norm", 16))}
+    vectors["conv"] = np.ones((4, 64), np.float32)
+    into = device.upload(matrix_spec(RNG, "i8_row", 96, 64))
+    out = device.upload(matrix_spec(RNG, "i8_row", 64, 32))
+    return device.mixer(MixerSpec(False, geometry, vectors, matrix_spec(RNG, "f32", 4, 64)), into, out)
+
+
+def test_layer_state_grows_is_copied_and_given_back(make):
+    """K/V memory grows with the positions, a copy has its own, and closing leaves nothing."""
+    device, driver = make()
+    device.open_arena(1 << 20, 0, None)
+    mixer = attention_layer(device)
     state, x, turn = device.new_state(mixer), activations(RNG, 70, 64), np.ones((70, 4), np.float32)
     assert device.mix(mixer, state, 0, x, turn, turn).shape == (70, 64)
     assert (state.chunks, len(state.pieces)) == (16, 1)
@@ -307,3 +323,79 @@ def test_layer_state_grows_is_copied_and_given_back(make):
     state.close()
     device.close()
     assert driver.leaks() == {}
+
+
+def test_layer_answers_where_it_is_told(make):
+    """``out`` may be rows of a wider buffer; so may the rows that go in."""
+    device, _ = make()
+    device.open_arena(1 << 20, 0, None)
+    mixer, matrix = deltanet_layer(device), device.upload(MATRIX)
+    state, wide, turn = device.new_state(mixer), np.full((5, 80), 7, np.float32), np.empty((5, 0), np.float32)
+    for at, n in ((0, 3), (3, 1), (4, 1)):
+        rows = wide[at : at + n, :64]
+        found = device.mix(mixer, state, at, rows, turn[at : at + n], turn[at : at + n], rows)
+        assert found is rows and (wide[:, 64:] == 7).all() and not (rows == 7).any()
+    answer = np.full((2, 80), 7, np.float32)
+    assert np.shares_memory(device.matmul(matrix, X, answer[:, :64]), answer) and (answer[:, 64:] == 7).all()
+
+
+def test_layer_whose_table_is_full_grows_within_one_graphs_grids(make):
+    """The grids of a graph cover more blocks than the tables may hold; a position beyond them makes room first."""
+    device, _ = make()
+    device.open_arena(1 << 20, 0, None)
+    mixer = attention_layer(device)
+    state, x, turn = device.new_state(mixer), activations(RNG, 1, 64), np.ones((1, 4), np.float32)
+    for position in (2100, 3071, 3072):  # 33 to 48 blocks in the tables, grids for 64
+        device.mix(mixer, state, position, x, turn, turn)
+        assert position < 64 * state.chunks
+    assert state.chunks == 64
+
+
+@pytest.mark.parametrize("layer", [attention_layer, deltanet_layer])
+def test_states_end_with_the_arena(make, layer):
+    """States that nobody closed are given back with the arena they belong to; closing them afterwards does nothing."""
+    device, driver = make()
+    device.open_arena(1 << 20, 0, None)
+    mixer = layer(device)
+    states = [device.new_state(mixer) for _ in range(2)]
+    turn = np.ones((1, 4), np.float32)
+    for state in states:
+        device.mix(mixer, state, 0, X[:1, :64], turn, turn)
+    states.append(states[0].copy())
+    device.close()
+    assert driver.leaks() == {}
+    for state in states:
+        state.close()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_state_that_does_not_fit_takes_nothing(make, n):
+    """Whichever of a state's allocations fails, new or copied, what came before it is given back."""
+    device, driver = make()
+    device.open_arena(1 << 20, 0, None)
+    mixer, attention = deltanet_layer(device), attention_layer(device)
+    grown = device.new_state(attention)
+    grown.reach(10)
+    for take in (lambda: device.new_state(mixer), device.new_state(mixer).copy, grown.copy):
+        held = driver.leaks()
+        driver.fail["cuMemAlloc"] = (driver.count["cuMemAlloc"] + n, CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+        with pytest.raises(DeviceError) as caught:
+            take()
+        assert caught.value.kind == "out of memory" and driver.leaks() == held
+
+
+def test_states_of_a_lost_card_are_left_alone(make):
+    """Closing a state of a dead context calls nothing."""
+    device, driver = make()
+    device.open_arena(1 << 20, 0, None)
+    mixer = deltanet_layer(device)
+    state, turn = device.new_state(mixer), np.empty((1, 0), np.float32)
+    device.mix(mixer, state, 0, X[:1, :64], turn, turn)
+    trap(driver)
+    with pytest.raises(DeviceError) as caught:
+        device.mix(mixer, state, 1, X[:1, :64], turn, turn)
+    assert caught.value.kind == "lost"
+    before = dict(driver.count)
+    state.close()
+    device.close()
+    assert dict(driver.count) == before
