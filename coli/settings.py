@@ -70,6 +70,22 @@ def _count(what: str) -> Callable[[str], int]:
     return parse
 
 
+def _number_up_to(largest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) > largest:
+            raise ValueError(f"a number, 0 to {largest}")
+        return int(text)
+
+    return parse
+
+
+def _list(text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise ValueError("a comma-separated list")
+    return items
+
+
 def _threads(text: str) -> str | int:
     return "auto" if text.strip() == "auto" else _count("threads, or auto")(text)
 
@@ -117,6 +133,29 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("context", 8192, "tokens", ("COLI_CONTEXT",), "--context",
             "The longest prompt plus answer. Memory for it grows as it is used; the model's own limit holds.",
             _count("tokens")),
+    Setting("host", "127.0.0.1", "address", ("COLI_HOST",), "--host",
+            "The address that coli serve listens on; 0.0.0.0 lets other machines in, which then want an API key."),
+    Setting("port", 8080, "number", ("COLI_PORT",), "--port",
+            "The port that coli serve listens on; 0 takes any free one.", _number_up_to(65535)),
+    Setting("api_key", None, "text", ("COLI_API_KEY",), None,
+            "What clients of coli serve must send as their bearer token, and what coli chat --url sends."),
+    Setting("parallel", 8, "answers", ("COLI_PARALLEL",), "--parallel",
+            "Answers that coli serve computes at once, in one pass over the weights; each holds a state of its own.",
+            _count("answers")),
+    Setting("queue", 64, "requests", ("COLI_QUEUE",), "--queue",
+            "Requests that may wait for a place; what comes beyond is answered 429 with Retry-After.",
+            _number_up_to(100_000)),
+    Setting("prefix_cache", 1 << 30, "bytes", ("COLI_PREFIX_CACHE",), "--prefix-cache",
+            "Memory for states of earlier prompts, so that a prompt that begins alike is not computed again; 0 keeps none.",
+            parse_bytes),
+    Setting("prefix_every", 512, "tokens", ("COLI_PREFIX_EVERY",), "--prefix-every",
+            "A long prompt leaves a state each so many tokens, besides the one at its end.", _count("tokens")),
+    Setting("cors", None, "origins, comma-separated, or *", ("COLI_CORS",), "--cors",
+            "Web pages of these origins may use coli serve from a browser, such as https://example.org.", _list),
+    Setting("allow_host", None, "host names, comma-separated, or *", ("COLI_ALLOW_HOST",), "--allow-host",
+            "Names by which clients reach coli serve, besides addresses, localhost and this machine's own.", _list),
+    Setting("max_body", 8 << 20, "bytes", ("COLI_MAX_BODY",), "--max-body",
+            "The largest request that coli serve reads.", parse_bytes),
     Setting("isa", None, "instruction set", ("COLI_ISA",), None,
             "Forces one kernel path, to compare paths with each other; refused when the processor lacks it.",
             _one_of("scalar", "avx2", "avxvnni", "avx512vnni", "neon")),

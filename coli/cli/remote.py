@@ -48,7 +48,9 @@ class RemoteConversation:
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError(f"--url is {url!r}; the address of a server, such as http://127.0.0.1:8080, was expected")
+            raise RequestError(
+                f"--url is {url!r}; the address of a server, such as http://127.0.0.1:8080, was expected"
+            )
         self._base = url.rstrip("/").removesuffix("/v1")
         self._key = settings.get("api_key")
         self._body = {name: value for name, value in sampling.items() if value not in (None, [])}

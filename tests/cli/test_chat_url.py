@@ -43,7 +43,15 @@ def test_chat_url_wrong_key_or_nobody_there_is_one_line(server, monkeypatch, cap
     assert "cannot be reached" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["chat"], ["chat", "demo", "--url", "http://x"], ["chat", "--url", "http://x", "--threads", "2"], ["chat", "--url", "x"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["chat"],
+        ["chat", "demo", "--url", "http://x"],
+        ["chat", "--url", "http://x", "--threads", "2"],
+        ["chat", "--url", "x"],
+    ],
+)
 def test_chat_url_contradictions_are_refused(argv, capsys):
     """A model and a server, flags of loading beside a server, or neither: one line, status 2."""
     assert main(argv) == 2

@@ -1,0 +1,84 @@
+"""The HTTP server under the application: uvicorn, with a deadline for request headers.
+
+uvicorn waits for ever for the headers of a request that is begun; here a connection that has not sent them in time is
+closed, so that idle sockets cannot be collected against the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from coli.server.sse import GRACE_S
+
+HEADERS_TIMEOUT_S = 20.0
+KEEP_ALIVE_S = 75  # longer than the pools of usual clients keep a connection, so that it is they who close
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 whose connections must come to a request within HEADERS_TIMEOUT_S of their first byte, or of opening."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        waiting = self.cycle is None or self.cycle.response_complete
+        if not waiting:
+            self._unwatch()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self._late)
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that a signal ends, and that is then done: uvicorn would raise the signal again, to die of it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """A server for an application; it logs nothing of its own below warnings, and no request's headers ever."""
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(GRACE_S) + 2,
+    )
+    return _Server(config)
