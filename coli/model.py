@@ -115,7 +115,10 @@ def _build_engine(
         raise
     logger("threads").info(describe(claim.binding, engine.thread_map))
     try:
-        placed = place_model(container, engine, place=place, devices=devices, vram=vram, heat=heat)
+        placed = place_model(
+            container, engine, place=place, devices=devices, vram=vram, heat=heat,
+            team_is_given=claim.binding.source not in ("default", "profile"),
+        )  # fmt: skip
     except BaseException:
         engine.close()
         claim.release()

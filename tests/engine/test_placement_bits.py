@@ -180,7 +180,7 @@ OPERATIONS = ["alloc", "upload", "matmul", "issue", "take", "mix", "die"]
 def test_bits_nth_failure_sampled(cases, operation):
     """C06: whichever allocation, upload, product or group fails, or the device dies: same logits and no error."""
     case = cases("tiny-random")
-    for n in _fail_cases(case, operation, "auto", 4):
+    for n in _fail_cases(case, operation, "auto", 2):
         check(case, [FakeDevice(CARD_BYTES, fail=[(operation, int(n))])], f"{operation} {n}")
 
 
