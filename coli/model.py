@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -272,6 +272,8 @@ class Model:
             sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=self._seed(seed)
         )
         ids = self.prompt_ids(prompt_or_ids)
+        if session is not None and getattr(session, "engine", self.engine) is not self.engine:
+            raise RequestError("the session belongs to another model; use model.session() of this one", "session")
         stops = check_stops(stop)
         if stops and not self.has_tokenizer:
             raise RequestError("stop strings need a tokenizer, which this container does not have", param="stop")
@@ -314,6 +316,10 @@ class Model:
         """The ids of a plain prompt; RequestError where it is neither text nor ids of this model."""
         if isinstance(prompt_or_ids, str):
             return self.tokenizer.encode(prompt_or_ids, special=True)
+        if isinstance(prompt_or_ids, (bytes, bytearray, Mapping)) or not isinstance(prompt_or_ids, Iterable):
+            raise RequestError(
+                f"the prompt is of type {type(prompt_or_ids).__name__}; text or a list of token ids was expected", "prompt"
+            )
         ids = list(prompt_or_ids)
         for place, token_id in enumerate(ids):
             if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):

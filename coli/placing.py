@@ -164,7 +164,7 @@ def _heat_file(container: Container, heat: str | Path | None, has_devices: bool)
     shape = HeatShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok, model)
     chosen = settings.resolve("heat", None if heat is None else str(heat))
     if chosen.value is not None:
-        return HeatFile(chosen.value, shape, by_hand=chosen.source in ("given", "flag"))
+        return HeatFile(chosen.value, shape, by_hand=heat is not None)
     if not has_devices:
         return None
     folder = cache_dir() / "heat"

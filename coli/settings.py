@@ -86,8 +86,15 @@ def _list(text: str) -> list[str]:
     return items
 
 
+MAX_THREADS = 1024  # what the kernels' team is compiled for (_core/src/team.h)
+
+
 def _threads(text: str) -> str | int:
-    return "auto" if text.strip() == "auto" else _count("threads, or auto")(text)
+    if text.strip() == "auto":
+        return "auto"
+    if not text.strip().isdecimal() or len(text.strip()) > 4 or not 1 <= int(text) <= MAX_THREADS:
+        raise ValueError(f"a number of threads, 1 to {MAX_THREADS}, or auto")
+    return int(text)
 
 
 def _one_of(*names: str) -> Callable[[str], str]:

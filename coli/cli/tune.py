@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coli.errors import ColiError
+from coli.errors import ColiError, RequestError
 from coli.log import logger
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, or show, or forget."""
+    if args.show and args.forget:
+        raise RequestError("--show and --forget contradict each other; give one of them", "--forget")
     from coli.threads.limits import local_machine
     from coli.threads.tuning import geometry_key, load_profile, machine_fingerprint, stored_profiles
 

@@ -64,6 +64,11 @@ class Session:
         """Bytes of the recurrent state and of the K/V allocated so far."""
         return self._sequence.recurrent_bytes + self._sequence.kv_bytes
 
+    @property
+    def engine(self) -> Engine:
+        """The engine that this session is a state of."""
+        return self._engine
+
     def prefill(self, ids: Ids[int]) -> np.ndarray:
         """Take in ids (at least one); return the logits behind the last, float32 (vocab_size,).
 

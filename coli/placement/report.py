@@ -44,7 +44,7 @@ def _headline(plan: Plan) -> str:
     if chosen.ms_per_token is None:
         rivals = "".join(f"; {other.label} {other.saved_bytes / 1e6:,.1f}" for other in others)
         return f"{plan.place}: {chosen.label} saves {chosen.saved_bytes / 1e6:,.1f} MB/token{rivals}"
-    if plan.label in ("list", "off"):
+    if plan.label in ("list", "off") and not plan.place.startswith("auto"):
         (auto,) = others
         return (
             f"{plan.place}: {chosen.ms_per_token:.2f} ms/token, obeyed; {auto.label} would take {auto.ms_per_token:.2f}"
