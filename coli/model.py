@@ -6,6 +6,7 @@ the engine gets is decided in `_build_engine` and nowhere else here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import random
@@ -72,8 +73,10 @@ def load(
         raise
 
     def close() -> None:
-        release()
-        container.close()
+        try:
+            release()
+        finally:
+            container.close()
 
     return Model(engine, Path(container.path), seed=seed, placed=placed, on_close=close)
 
@@ -125,9 +128,10 @@ def _build_engine(
         raise
 
     def release() -> None:
-        engine.on_thread(placed.close)
-        engine.close()
-        claim.release()
+        with contextlib.ExitStack() as rest:  # in reverse order, and each whatever the one before it raised
+            rest.callback(claim.release)
+            rest.callback(engine.close)
+            rest.callback(engine.on_thread, placed.close)
 
     return engine, placed, release
 

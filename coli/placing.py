@@ -106,6 +106,17 @@ def place_model(
     wanted = settings.get("place", place)
     allowance = settings.get("vram", vram)
     found = choose_devices(settings.get("devices", devices)) if allowance != 0 else []
+    try:
+        return _place(container, engine, found, wanted, allowance, heat, team_is_given)
+    except BaseException:
+        engine.on_thread(lambda: [device.close() for device in found])  # where their contexts are
+        raise
+
+
+def _place(
+    container: Container, engine: Engine, found: list[Device], wanted: str, allowance: int | str, heat: str | Path | None,
+    team_is_given: bool,
+) -> Placed:
     shape = ModelShape.from_container(container)
     heat_file = _heat_file(container, heat, bool(found))
     counts = heat_file.counts.tolist() if heat_file is not None and heat_file.counts is not None else None
@@ -117,12 +128,7 @@ def place_model(
         return Placed(None, [], engine.program, None)
     cpu_gb_s = _cpu_gb_s(container, shape, engine.context) if wanted in ("auto", "auto:time") else None
     placing = _Placing(container, engine, shape, found, wanted, allowance, counts, cpu_gb_s)
-    try:
-        placed = engine.on_thread(lambda: placing.run(heat_file))
-    except BaseException:
-        for device in found:
-            device.close()
-        raise
+    placed = engine.on_thread(lambda: placing.run(heat_file))
     engine.program = placed.program
     if not team_is_given:
         n_free = len(os.sched_getaffinity(0)) - len(engine.cpus) if hasattr(os, "sched_getaffinity") else 0

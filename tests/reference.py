@@ -15,6 +15,7 @@ Three facts make the vectorised forms exact, and are used throughout:
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -264,8 +265,8 @@ def deltanet_step(
 
 def rope_tables(positions: np.ndarray, rotary_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin (T, rotary_dim / 2): float64 on the host, rounded once to float32."""
-    i = np.arange(rotary_dim // 2, dtype=np.float64)
-    angle = np.asarray(positions, np.float64)[:, None] * np.float64(theta) ** (-2.0 * i / rotary_dim)
+    frequencies = np.array([math.pow(theta, -2.0 * k / rotary_dim) for k in range(rotary_dim // 2)])
+    angle = np.asarray(positions, np.float64)[:, None] * frequencies
     return np.cos(angle).astype(F32), np.sin(angle).astype(F32)
 
 

@@ -6,6 +6,7 @@ a matrix has checked its shape; whoever starts a batch has checked its ids.  The
 called a few times a step; everything a matrix meets happens in ``src/step.c`` without the GIL.
 """
 
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, int8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
@@ -115,6 +116,8 @@ cdef extern from "step.h" nogil:
         float *scores
         int64_t score_stride
         float *partial
+        float *thread_max
+        int32_t heads_pad
         uint8_t *scratch
         int64_t scratch_bytes
     ctypedef struct coli_runner:
@@ -127,7 +130,6 @@ cdef extern from "step.h" nogil:
         int nonfinite
         int64_t *weight_bytes
         coli_read_xor_fn read
-        uint32_t phase
     void coli_embed(coli_runner *r)
     void coli_run_ops(coli_runner *r, int first, int last)
     void coli_read_buffers(coli_runner *r, const uint8_t *const *data, const int64_t *n_bytes, int n)
@@ -151,6 +153,9 @@ cdef int64_t pad(int64_t n, int64_t to) noexcept nogil:
     return (n + to - 1) // to * to
 
 
+# The collector must not touch it: tp_clear would empty `blocks` before __dealloc__ frees them. It holds only numbers,
+# so it is part of no cycle.
+@cython.no_gc
 cdef class Memory:
     """Zeroed, 128-byte aligned blocks that live as long as their owner."""
 
@@ -187,6 +192,8 @@ cdef class Team:
         cdef int[COLI_MAX_THREADS] c
         if not 1 <= n_threads <= COLI_MAX_THREADS:
             raise ValueError(f"n_threads is {n_threads}, must be 1 to {COLI_MAX_THREADS}")
+        if cpus is not None and len(cpus) < n_threads:
+            raise ValueError(f"{len(cpus)} CPUs for {n_threads} threads")
         n_threads = coli_team_size(n_threads)
         self.t = coli_team_new(n_threads)
         if self.t == NULL:
@@ -420,8 +427,9 @@ cdef class Sequence:
         other.reserve(self.s.position)
         if self.net.n_deltanet:
             memcpy(other.s.state[0], self.s.state[0], <size_t>self.recurrent_bytes)
-        for b in range((self.s.position + COLI_KV_BLOCK - 1) // COLI_KV_BLOCK if n else 0):
-            memcpy(other.s.k_blocks[b], self.s.k_blocks[b], <size_t>(2 * n * self.block_bytes))
+        with nogil:
+            for b in range((self.s.position + COLI_KV_BLOCK - 1) // COLI_KV_BLOCK if n else 0):
+                memcpy(other.s.k_blocks[b], self.s.k_blocks[b], <size_t>(2 * n * self.block_bytes))
         other.s.position = self.s.position
         return other
 
@@ -488,8 +496,14 @@ cdef class Runner:
     cdef int grow(self, int64_t rows, int64_t positions) except -1:
         """Make room for batches of this many rows and sequences of this many positions."""
         cdef coli_geometry *g = &self.net.n.g
-        cdef coli_buffers *b = &self.r.b
+        # made in a copy and taken over whole: an allocation that fails leaves the old buffers as they are
+        cdef coli_buffers fresh = self.r.b
+        cdef coli_buffers *b = &fresh
         cdef Memory m
+        cdef int32_t *ids
+        cdef int32_t *part_of
+        cdef int32_t *logit_rows
+        cdef coli_part *parts
         cdef int64_t n, widest, per = g.n_q_heads // g.n_kv_heads, stride = pad(positions, COLI_KV_BLOCK)
         cdef int64_t threads = self.team.n_threads
         if rows > b.max_rows:
@@ -534,18 +548,23 @@ cdef class Runner:
             b.scratch_bytes = pad(<int64_t>coli_gemm_scratch_bytes(<int>((widest + 127) // 128)) + 128 * 128 * 4
                                   + widest * 4, 4096)
             b.scratch = <uint8_t *>m.take(<size_t>(threads * b.scratch_bytes))
-            self.ids = <int32_t *>m.take(<size_t>(rows * 4))
-            self.part_of = <int32_t *>m.take(<size_t>(rows * 4))
-            self.logit_rows = <int32_t *>m.take(<size_t>(rows * 4))
-            self.parts = <coli_part *>m.take(<size_t>(rows * sizeof(coli_part)))
+            b.heads_pad = <int32_t>pad(g.n_q_heads, 32)
+            b.thread_max = <float *>m.take(<size_t>(threads * b.heads_pad * 4))
+            ids = <int32_t *>m.take(<size_t>(rows * 4))
+            part_of = <int32_t *>m.take(<size_t>(rows * 4))
+            logit_rows = <int32_t *>m.take(<size_t>(rows * 4))
+            parts = <coli_part *>m.take(<size_t>(rows * sizeof(coli_part)))
             b.max_rows = <int32_t>rows
+            self.r.b = fresh
+            self.ids, self.part_of, self.logit_rows, self.parts = ids, part_of, logit_rows, parts
             self.memory = m
         if stride > b.score_stride:
             stride = max(stride, min(2 * b.score_stride, 1 << 20), 1024)
             m = Memory()
             b.scores = <float *>m.take(<size_t>(max(<int64_t>g.n_q_heads, threads * per) * stride * 4))
-            b.partial = <float *>m.take(<size_t>(g.n_q_heads * (stride // COLI_KV_BLOCK) * (g.head_dim + 2) * 4))
+            b.partial = <float *>m.take(<size_t>(g.n_q_heads * (stride // COLI_KV_BLOCK) * (g.head_dim + 1) * 4))
             b.score_stride = stride
+            self.r.b = fresh
             self.score_memory = m
         return 0
 
@@ -560,6 +579,8 @@ cdef class Runner:
         cdef int32_t row = 0, n, i, k = 0
         cdef int64_t furthest = 0
         for seq, n in parts:
+            if seq.net is not self.net:
+                raise ValueError("a sequence of another model")
             seq.reserve(seq.s.position + n)
             furthest = max(furthest, seq.s.position + n)
             row += n

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from coli.model import Model
 
 RECORD_VERSION = 1
+# Settings that can change a figure; never one that holds a secret.
+_RECORDED = ("place", "devices", "vram", "heat", "threads", "context", "isa")
 
 
 def model_record(
@@ -49,13 +51,13 @@ def model_record(
         if turn:
             prefill.append(middle - start)
             decode.append(end - middle)
-    row = decode_bench(model.engine, position=min(16, model.context - 64)).measure(max(repeats, 5))
+    row = decode_bench(model.engine, position=max(1, min(16, model.context - 2 * max(repeats, 5) - 2))).measure(max(repeats, 5))
     stats, (topology, limits) = model.stats(), local_machine()
     return {
         "record": RECORD_VERSION,
         "version": coli.__version__,
         "model": {"name": model.folder.name, "hash": model_hash(model.folder)},
-        "settings": {s.name: str(settings.get(s.name, (given or {}).get(s.name))) for s in settings.SETTINGS}
+        "settings": {name: str(settings.get(name, (given or {}).get(name))) for name in _RECORDED}
         | {"prompt_tokens": str(prompt_tokens), "decode_tokens": str(decode_tokens), "repeats": str(repeats)},
         "place": stats["place"],
         "devices": stats.get("devices", []),

@@ -226,7 +226,7 @@ class SyntheticContainer:
             if entry.kind == MATRIX:
                 self.weights.blocks(name, layout, data, self.weights.generator(name))
             elif name == "embed_tokens":
-                rows_of = data.view(np.uint16).reshape(rows, cols)
+                rows_of = data[: layout.used_bytes].view(np.uint16).reshape(rows, cols)
                 first = 0
                 for block in self.weights.embed_blocks():
                     rows_of[first : first + len(block)] = block

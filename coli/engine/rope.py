@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -14,7 +16,8 @@ class RopeTable:
 
     def __init__(self, rotary_dim: int, theta: float, max_positions: int) -> None:
         half = rotary_dim // 2
-        self._frequencies = np.float64(theta) ** (-2.0 * np.arange(half, dtype=np.float64) / rotary_dim)
+        # the C library's pow, one at a time: numpy's vector pow differs by an ulp between instruction sets
+        self._frequencies = np.array([math.pow(theta, -2.0 * i / rotary_dim) for i in range(half)])
         self._max_positions = max_positions
         self.cos = np.empty((0, half), np.float32)  # (positions, R / 2)
         self.sin = np.empty((0, half), np.float32)

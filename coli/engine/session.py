@@ -91,6 +91,11 @@ class Session:
         self._sequence = None
         self.ids = []
 
+    def check_open(self) -> None:
+        """RequestError where the session was closed: an empty state must not answer for the one that is gone."""
+        if self._sequence is None:
+            raise RequestError("the session is closed; start a new one with Model.session()", "session")
+
 
 class Engine:
     """A model bound to this machine.
@@ -160,6 +165,8 @@ class Engine:
     def copy(self, session: Session) -> Session:
         """An independent copy of a session."""
 
+        session.check_open()
+
         def copied(job: Job) -> Session:
             return Session(self, session._sequence.copy(), list(session.ids), self._keeper.copy(session._held))
 
@@ -189,6 +196,7 @@ class Engine:
 
     def feed(self, session: Session, ids: Ids[int], *, every: bool) -> np.ndarray:
         """Take ids into a session; logits behind the last (1, V), or behind every one (T, V)."""
+        session.check_open()
         checked = self.check_ids(ids, session.position)
         return self._thread.call(self._feed, session, checked, every)
 
@@ -214,9 +222,10 @@ class Engine:
         """
         try:
             self._layers(parts)
-            for at in range(0, len(rows), LOGITS_CHUNK):
-                some = rows[at : at + LOGITS_CHUNK]
-                exact = out.shape[1] == self._padded_vocab and out.flags.c_contiguous
+            exact = out.shape[1] == self._padded_vocab and out.flags.c_contiguous
+            at_once = len(rows) if exact else LOGITS_CHUNK  # straight into `out`, or through a buffer of bounded size
+            for at in range(0, len(rows), max(at_once, 1)):
+                some = rows[at : at + at_once]
                 target = out[at : at + len(some)] if exact else np.empty((len(some), self._padded_vocab), np.float32)
                 if not self.program.run_head(self._runner, some, target):
                     place = max(s.position for s, _ in parts)

@@ -386,12 +386,12 @@ static void attention_scores_chunk(ctx *c, const coli_layer *l, int kv, int64_t 
     coli_buffers *b = c->b;
     coli_seq *seq = c->r->batch.parts[0].seq;
     int d = g->head_dim, per = g->n_q_heads / g->n_kv_heads, n = chunk_length(n_context, ch);
+    float *max = b->thread_max + (int64_t)c->tid * b->heads_pad;
     const void *keys = kv_head(g, seq->k_blocks, seq->max_blocks, l->state_index, ch, kv);
     for (int head = kv * per; head < (kv + 1) * per; head++) {
         float *s = b->scores + head * b->score_stride + ch * COLI_KV_BLOCK;
-        float *partial = b->partial + (head * (b->score_stride / COLI_KV_BLOCK) + ch) * (d + 2);
         c->k->attn_scores[g->kv_f16](b->q + head * d, keys, n, d, g->attn_scale, s);
-        partial[d + 1] = max_of(s, n, -INFINITY);
+        max[head] = max_of(s, n, max[head]);
     }
 }
 
@@ -402,13 +402,12 @@ static void attention_values_chunk(ctx *c, const coli_layer *l, int kv, int64_t 
     coli_buffers *b = c->b;
     coli_seq *seq = c->r->batch.parts[0].seq;
     int d = g->head_dim, per = g->n_q_heads / g->n_kv_heads, n = chunk_length(n_context, ch);
-    int64_t chunks = (n_context + COLI_KV_BLOCK - 1) / COLI_KV_BLOCK;
     const void *values = kv_head(g, seq->v_blocks, seq->max_blocks, l->state_index, ch, kv);
     for (int head = kv * per; head < (kv + 1) * per; head++) {
-        float *first = b->partial + head * (b->score_stride / COLI_KV_BLOCK) * (d + 2), *partial = first + ch * (d + 2);
+        float *partial = b->partial + (head * (b->score_stride / COLI_KV_BLOCK) + ch) * (d + 1);
         float max = -INFINITY;
-        for (int64_t i = 0; i < chunks; i++)
-            max = MAX(max, first[i * (d + 2) + d + 1]);
+        for (int t = 0; t < c->r->team->n_threads; t++) /* parked ones too: theirs stay -INFINITY */
+            max = MAX(max, b->thread_max[(int64_t)t * b->heads_pad + head]);
         partial[d] = c->k->attn_values[g->kv_f16](b->scores + head * b->score_stride + ch * COLI_KV_BLOCK, values, n, d,
                                                   max, partial);
     }
@@ -421,17 +420,27 @@ static void attention_finish(ctx *c, const coli_layer *l, int head, int64_t n_co
     coli_buffers *b = c->b;
     int d = g->head_dim;
     int64_t chunks = (n_context + COLI_KV_BLOCK - 1) / COLI_KV_BLOCK;
-    const float *first = b->partial + head * (b->score_stride / COLI_KV_BLOCK) * (d + 2);
+    const float *first = b->partial + head * (b->score_stride / COLI_KV_BLOCK) * (d + 1);
     float *o = b->o + head * d, sum = 0.0f;
     memset(o, 0, (size_t)d * 4);
     for (int64_t i = 0; i < chunks; i++) {
-        sum = sum + first[i * (d + 2) + d];
-        c->k->add(o, first + i * (d + 2), d);
+        sum = sum + first[i * (d + 1) + d];
+        c->k->add(o, first + i * (d + 1), d);
     }
     for (int i = 0; i < d; i++)
         o[i] = o[i] / sum;
     c->k->mul_sigmoid(o, b->proj + ((int64_t)2 * head + 1) * d, d);
     quantize_head(c, l, 0, head, d);
+}
+
+/* Behind the last barrier nobody reads them any more. Parked threads do not come by: rank 0 clears theirs. */
+static void reset_thread_max(ctx *c)
+{
+    coli_team *team = c->r->team;
+    for (int t = 0; t < team->n_threads; t++)
+        if (t == c->tid || (c->rank == 0 && team->shares[t].rank < 0))
+            for (int head = 0; head < c->net->g.n_q_heads; head++)
+                c->b->thread_max[(int64_t)t * c->b->heads_pad + head] = -INFINITY;
 }
 
 /* From this many positions a lone row is worth splitting by chunks (three barriers instead of one). */
@@ -453,6 +462,7 @@ static void attention_core(ctx *c, const coli_layer *l)
         return;
     }
     int chunks = (int)((n_context + COLI_KV_BLOCK - 1) / COLI_KV_BLOCK);
+    reset_thread_max(c);
     FOR_ITEMS(c, chunks * n_kv, item)
         attention_scores_chunk(c, l, item % n_kv, item / n_kv, n_context);
     barrier(c);
@@ -670,6 +680,7 @@ static void moe_one_row(ctx *c, const coli_layer *l)
     c->phase++;
     for (int v = 0; n && v < c->n_threads; v++)
         down_share(c, list, n, (c->rank + v) % c->n_threads);
+    c->hint.left = 0;
     barrier(c);
 }
 
@@ -915,9 +926,9 @@ void coli_embed(coli_runner *r)
 
 void coli_run_ops(coli_runner *r, int first, int last)
 {
-    uint32_t phase = r->phase;
+    uint32_t phase = r->team->phase;
     coli_team_begin(r->team);
-    r->team->judges = r->batch.n_rows <= 16;
+    r->team->judges = r->batch.n_rows == 1; /* with more rows an item may well be long */
 #ifdef _OPENMP
 #pragma omp parallel num_threads(r->team->n_threads)
 #endif
@@ -931,7 +942,7 @@ void coli_run_ops(coli_runner *r, int first, int last)
                 run_op(&c, number);
         r->weight_bytes[c.tid * 16] += c.bytes;
         if (c.tid == 0)
-            r->phase = c.phase;
+            r->team->phase = c.phase;
     }
 }
 
@@ -941,7 +952,7 @@ void coli_run_ops(coli_runner *r, int first, int last)
 
 void coli_read_buffers(coli_runner *r, const uint8_t *const *data, const int64_t *n_bytes, int n)
 {
-    uint32_t phase = r->phase;
+    uint32_t phase = r->team->phase;
     static _Atomic uint64_t sink; /* so that no compiler drops the reads */
     coli_team_begin(r->team);
 #ifdef _OPENMP
@@ -978,6 +989,6 @@ void coli_read_buffers(coli_runner *r, const uint8_t *const *data, const int64_t
         }
         atomic_fetch_xor(&sink, x);
         if (tid == 0)
-            r->phase = mine;
+            r->team->phase = mine;
     }
 }

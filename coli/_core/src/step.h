@@ -126,7 +126,9 @@ typedef struct coli_buffers {
     int32_t *h_left; /* used as _Atomic: (top_k + 1, groups) blocks of a group of h not done yet (one row only) */
     float *scores;        /* (threads or heads, score_stride) */
     int64_t score_stride; /* positions, a multiple of 64 */
-    float *partial;       /* (n_q_heads, chunks, head_dim + 2): o, l, max of a chunk (split attention) */
+    float *partial;       /* (n_q_heads, chunks, head_dim + 1): o and l of a chunk (split attention) */
+    float *thread_max;    /* (threads, heads_pad): the largest score that a thread has seen (split attention) */
+    int32_t heads_pad;
     uint8_t *scratch;     /* (threads, scratch_bytes) */
     int64_t scratch_bytes;
 } coli_buffers;
@@ -141,7 +143,6 @@ typedef struct coli_runner {
     atomic_int nonfinite;        /* a logit was NaN or infinite */
     int64_t *weight_bytes;       /* (threads, 16): weights read by kernels, by thread (128 bytes apart) */
     coli_read_xor_fn read;       /* the ruler's kernel */
-    uint32_t phase;              /* last phase number used on the team */
 } coli_runner;
 
 /* Embed the batch's rows into x. */

@@ -138,7 +138,7 @@ void coli_team_begin(coli_team *t)
 static void report_late(coli_team *t, int epoch, const int *late, int n_late)
 {
     int seen = atomic_load_explicit(&t->reported, memory_order_relaxed);
-    if (seen != epoch + 1 &&
+    if (epoch + 1 - seen > 0 && /* not one that somebody has reported since */
         atomic_compare_exchange_strong_explicit(&t->reported, &seen, epoch + 1, memory_order_relaxed, memory_order_relaxed))
         for (int i = 0; i < n_late; i++)
             atomic_fetch_add_explicit(&t->shares[late[i]].strikes, 1, memory_order_relaxed);
@@ -161,6 +161,8 @@ void coli_barrier(coli_team *t, int tid, coli_hint *hint, void (*then)(void *), 
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         if (then)
             then(arg);
+        if (atomic_load_explicit(&t->sleepers, memory_order_relaxed))
+            atomic_store_explicit(&t->released_ns, now_ns(), memory_order_relaxed);
         /* seq_cst with the sleeper's own pair: either he sees the new epoch or we see him asleep */
         atomic_store_explicit(&t->epoch, epoch + 1, memory_order_seq_cst);
         if (atomic_load_explicit(&t->sleepers, memory_order_seq_cst))
@@ -195,7 +197,8 @@ void coli_barrier(coli_team *t, int tid, coli_hint *hint, void (*then)(void *), 
     while (atomic_load_explicit(&t->epoch, memory_order_seq_cst) == epoch)
         sleep_on(&t->epoch, epoch);
     atomic_fetch_sub_explicit(&t->sleepers, 1, memory_order_relaxed);
-    if (t->judges && now_ns() - began > LONG_WAIT_NS)
+    /* until the late one came, not until this waiter got its own core back */
+    if (t->judges && atomic_load_explicit(&t->released_ns, memory_order_relaxed) - began > LONG_WAIT_NS)
         report_late(t, epoch, late, n_late);
 }
 

@@ -29,11 +29,13 @@ typedef struct coli_hint {
 
 typedef struct coli_team {
     int n_threads;
+    uint32_t phase; /* last phase number used on the shares */
     int n_active; /* threads that work in the present region; the others are parked */
     int spin_ns;  /* how long a waiter spins before it sleeps */
     int yields;   /* give the CPU away while spinning: workers that nobody pinned may share one */
     int judges;   /* strikes are given: items of this run are far shorter than a long wait */
     int64_t window_ns;    /* start of the window in which strikes count */
+    _Atomic int64_t released_ns; /* when the last arrival opened a barrier at which somebody slept */
     int64_t parked_times; /* how often a thread was parked, for the stats */
     _Alignas(COLI_LINE) atomic_int arrived;
     _Alignas(COLI_LINE) atomic_int epoch; /* futex word: counts barriers */
