@@ -7,20 +7,25 @@ import re
 from cuda.bindings import nvrtc
 
 
+def _room(n: int) -> bytes:
+    """Bytes for the library to write into.  Never one alone: that object is Python's own, shared by the whole process."""
+    return bytes(max(n, 2))
+
+
 def compile_text(text: str, arch: str, *options: str) -> tuple[str, str]:
     """PTX (arch "compute_NN") or "" (arch "sm_NN"), and the log.  Raises AssertionError with the log."""
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], [])
     flags = [f"--gpu-architecture={arch}", "--std=c++17", *options]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    log = _room(nvrtc.nvrtcGetProgramLogSize(program)[1])
     nvrtc.nvrtcGetProgramLog(program, log)
     assert int(code) == 0, log.decode()
     ptx = b""
     if arch.startswith("compute"):
-        ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+        ptx = _room(nvrtc.nvrtcGetPTXSize(program)[1])
         nvrtc.nvrtcGetPTX(program, ptx)
     nvrtc.nvrtcDestroyProgram(program)
-    return ptx.rstrip(b"\0").decode(), log.decode()
+    return ptx.rstrip(b"\0").decode(), log.rstrip(b"\0").decode()
 
 
 def resources(log: str) -> dict[str, tuple[int, int, int]]:
