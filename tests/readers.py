@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import checkpoints
 import numpy as np
 from conftest import DATA, FIXTURES
+from convert import gguf_writer
 
 from coli.config import ModelConfig, read_json_object
 from coli.container.header import make_header, read_header
@@ -25,6 +26,8 @@ from coli.container.reader import Container
 from coli.container.schema import file_name
 from coli.convert.checkpoint import INDEX_NAME, Checkpoint
 from coli.convert.convert import convert
+from coli.convert.gguf import GgufCheckpoint
+from coli.convert.gguf_file import read_gguf
 from coli.convert.plan import plan_sources
 from coli.errors import ColiError
 from coli.text.defaults import sampling_defaults, stop_ids
@@ -32,7 +35,7 @@ from coli.text.template import template_sources
 from coli.text.tokenizer import Tokenizer
 from coli.tier.heatfile import HeatShape, format_heat, parse_heat
 
-NAMES = ("header", "index", "config", "tokenizer", "heat", "container")
+NAMES = ("header", "index", "config", "tokenizer", "heat", "container", "gguf")
 LONGEST_MESSAGE = 600  # a line that a person reads, whatever the file held
 
 
@@ -57,7 +60,7 @@ def outcome(reader: Reader, data: bytes) -> str | None:
 
 def make(name: str, scratch: Path) -> Reader:
     """The reader of one of NAMES.  scratch : an empty folder for the files that it reads."""
-    makers = (_header, _index, _config, _tokenizer, _heat, _container)
+    makers = (_header, _index, _config, _tokenizer, _heat, _container, _gguf)
     return dict(zip(NAMES, makers, strict=True))[name](scratch)
 
 
@@ -167,6 +170,20 @@ def _container(scratch: Path) -> Reader:
                 (folder / weights).write_bytes(weight_bytes)
 
     return Reader(read, (manifest_bytes, weight_bytes))
+
+
+def _gguf(scratch: Path) -> Reader:
+    """The header of a GGUF file, before its good weights."""
+    path = gguf_writer.write(FIXTURES / "tiny-textonly", scratch / "m.gguf", "Q4_0", template="{{ messages }}")
+    whole, start = path.read_bytes(), min(entry.offset for entry in read_gguf(path).tensors.values())
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data + whole[start:])
+        with GgufCheckpoint(path) as checkpoint:
+            plan_sources(checkpoint)
+            checkpoint.extra_files()
+
+    return Reader(read, (whole[:start],))
 
 
 # ---------------------------------------------------------------- damage

@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from coli.cli import common
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from coli.container.reader import Container
-    from coli.convert.checkpoint import Checkpoint
+    from coli.convert.gguf import open_checkpoint
     from coli.convert.resolve import find_model, is_container
 
     path = find_model(args.model)
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             if args.verify:
                 found["verified_bytes"] = _verify(container)
     else:
-        with Checkpoint(path) as checkpoint:
+        with open_checkpoint(path) as checkpoint:
             if args.verify:
                 _refuse_verify(path)
             found = describe_checkpoint(checkpoint)
@@ -83,7 +85,7 @@ def describe_container(container: Container) -> dict[str, Any]:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything that ``coli inspect`` shows of a Hugging Face folder; its tensors are checked as for a conversion."""
+    """Everything that ``coli inspect`` shows of a checkpoint; its tensors are checked as for a conversion."""
     from coli.convert.plan import plan_sources
 
     plan_sources(checkpoint)
@@ -92,17 +94,31 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         of_type = types.setdefault(tensor.kind, {"tensors": 0, "bytes": 0})
         of_type["tensors"] += 1
         of_type["bytes"] += tensor.n_bytes
+    with _small_files(checkpoint) as folder:
+        template, stops = _chat_template(folder), _stop_ids(folder)
     return {
         "path": str(checkpoint.path),
         "kind": "checkpoint",
         "geometry": asdict(checkpoint.config),
-        "chat_template": _chat_template(checkpoint.path),
-        "stop_ids": _stop_ids(checkpoint.path),
+        "chat_template": template,
+        "stop_ids": stops,
         "tied": checkpoint.config.tie_word_embeddings,
         "files": len(checkpoint.files),
         "tensors": types,
         "skipped": checkpoint.skipped,
     }
+
+
+@contextmanager
+def _small_files(checkpoint: Checkpoint) -> Iterator[Path]:
+    """A folder with a checkpoint's small files: its own, or one made for a GGUF file, which has them as metadata."""
+    if checkpoint.path.is_dir():
+        yield checkpoint.path
+        return
+    with TemporaryDirectory() as folder:
+        for name, data in checkpoint.extra_files().items():
+            Path(folder, name).write_bytes(data)
+        yield Path(folder)
 
 
 def _chat_template(path: Path) -> dict[str, Any]:
@@ -137,7 +153,7 @@ def _verify(container: Container) -> int:
 def _refuse_verify(path: Path) -> None:
     from coli.errors import RequestError
 
-    raise RequestError(f"{path}: a Hugging Face folder holds no checksums to verify; convert it first", "--verify")
+    raise RequestError(f"{path}: a checkpoint holds no checksums to verify; convert it first", "--verify")
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""``convert``: a Hugging Face folder becomes a container, in pieces of a few MB, and goes on after a kill."""
+"""``convert``: a checkpoint becomes a container, in pieces of a few MB, and goes on after a kill."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from coli.container.schema import EXPERT_SLABS, MATRIX, PLAIN, SHARED_SLAB
 from coli.container.verify import usable_cpus
 from coli.container.writer import Piece, TensorPlan, check_destination, write_container
 from coli.convert.checkpoint import Checkpoint, SourceTensor
+from coli.convert.gguf import open_checkpoint
 from coli.convert.plan import Rows, Sources, common_kind, other_head, plan_sources
 from coli.convert.quantize import Report, matrix_bytes, read_finite, slab_bytes
 from coli.errors import RequestError
@@ -107,7 +108,7 @@ def convert(
     expert_bits: int = 4,
     expert_scales: str | None = None,
 ) -> Conversion:
-    """Convert a Hugging Face folder into a container at `dst`.
+    """Convert a Hugging Face folder, or a GGUF file, into a container at `dst`.
 
     trunk_bits, expert_bits : 4 (groups of 128), 8 (rows), or 16 for both: as stored.
     expert_scales : "group" (the default) or "row", for 4-bit experts.
@@ -119,7 +120,7 @@ def convert(
     started = time.monotonic()
     options = Options.checked(trunk_bits, expert_bits, expert_scales)
     dst = check_destination(dst)
-    with Checkpoint(src, usable_cpus()) as checkpoint:
+    with open_checkpoint(src, usable_cpus()) as checkpoint:
         sources, spare_head = plan_sources(checkpoint)
         log = logger("load")
         log.info("%s: %d tensors, %s bytes", checkpoint.path, len(checkpoint.tensors), f"{checkpoint.n_bytes:,}")
@@ -224,7 +225,9 @@ def peak_rss_bytes() -> int:
 
 
 def source_name(path: Path) -> str:
-    """The folder's name; for a snapshot in the hub's cache, its repository's."""
+    """The folder's or file's name; for a snapshot in the hub's cache, its repository's."""
+    if not path.is_dir():
+        return path.name
     path = path.resolve()
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")

@@ -1,7 +1,8 @@
-"""What a user calls MODEL: the demo, a container, a Hugging Face folder, or the id of one on the hub.
+"""What a user calls MODEL: the demo, a container, a Hugging Face folder, the id of one on the hub, or a GGUF file.
 
-A Hugging Face folder is converted once, into the cache directory, under a name made of its files' names, sizes and
-times and of the formats; the next use finds it there.  A folder is never asked for its weights to be recognised.
+A Hugging Face folder or a GGUF file is converted once, into the cache directory, under a name made of its files'
+names, sizes and times and of the formats; the next use finds it there.  A folder is never asked for its weights to be
+recognised.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import coli
 from coli.container.manifest import MANIFEST_NAME
 from coli.container.reader import JOURNAL_NAME
 from coli.container.writer import PARTIAL_SUFFIX
+from coli.convert.gguf_file import SUFFIX, first_part, is_gguf
 from coli.errors import ModelError
 from coli.log import logger
 
@@ -40,7 +42,7 @@ def resolve_model(name: str) -> Path:
 
 
 def find_model(name: str) -> Path:
-    """The folder that MODEL means: a container or a Hugging Face folder, downloaded first if it is a hub id.
+    """The container, Hugging Face folder or GGUF file that MODEL means; a hub id is downloaded first.
 
     ``demo`` is the model that ships with coli; a folder of that name is ``./demo``.
 
@@ -54,11 +56,19 @@ def find_model(name: str) -> Path:
             return path
         if (path / JOURNAL_NAME).exists():
             raise ModelError(f"{path}: an unfinished conversion; run the same coli convert again to finish it")
+        inside = min(path.glob(f"*{SUFFIX}"), default=None)
         raise ModelError(
             f"{path}: neither a container ({MANIFEST_NAME}) nor a Hugging Face folder (config.json) is in this folder"
+            + (f"; to use the GGUF file in it, name {inside}" if inside else "")
         )
+    if is_gguf(path):
+        if not path.exists():
+            raise ModelError(f"{path}: there is no such file")
+        return first_part(path)
     if path.exists():
-        raise ModelError(f"{path}: a file; MODEL is a folder: a container or a Hugging Face checkpoint")
+        raise ModelError(
+            f"{path}: a file; MODEL is a folder: a container or a Hugging Face checkpoint (or a file *{SUFFIX})"
+        )
     if (unfinished := path.with_name(path.name + PARTIAL_SUFFIX)).is_dir():
         raise ModelError(f"{path}: not there, but {unfinished} is: finish that conversion with the same coli convert")
     if _HUB_ID.fullmatch(name):
@@ -97,18 +107,19 @@ def cache_dir() -> Path:
 
 
 def convert_cached(src: str | Path) -> Path:
-    """The container of a Hugging Face folder, in the default formats, from the cache; converted where it is not there.
+    """The container of a checkpoint, in the default formats, from the cache; converted where it is not there.
 
     Two processes that ask at once convert once: the second waits.
 
     Raises ModelError: the checkpoint cannot be converted, or the cache cannot be written.
     """
     # A container needs neither the quantiser nor tqdm; a checkpoint does.
-    from coli.convert.checkpoint import Checkpoint
     from coli.convert.convert import Options, convert, source_name
+    from coli.convert.gguf import open_checkpoint
 
-    src = Path(src).resolve()
-    with Checkpoint(src) as checkpoint:
+    src = Path(src)
+    src = src.resolve() if src.is_dir() else src.parent.resolve() / src.name  # the hub's cache links names to blobs
+    with open_checkpoint(src) as checkpoint:
         identity = {"path": str(src), "options": vars(Options()), "coli": coli.__version__} | checkpoint.fingerprint()
         size_bytes = checkpoint.n_bytes
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,10 +1,16 @@
-"""Random-weight models on disk: a container, a Hugging Face checkpoint, a GGUF; one tensor in memory at a time."""
+"""Random-weight models on disk: a container, a Hugging Face checkpoint, a GGUF; one tensor in memory at a time.
+
+What is not a container is written beside its place, as OUT.partial, and takes it when all of it is on the disk:
+whatever is called OUT is whole.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,7 @@ from coli.container.layout import matrix_layout, slab_layout
 from coli.container.manifest import Manifest
 from coli.container.reader import experts_field
 from coli.container.schema import EXPERT_SLABS, MATRIX, PLAIN, Entry, entries
-from coli.container.writer import Piece, TensorPlan, write_container
+from coli.container.writer import PARTIAL_SUFFIX, Piece, TensorPlan, check_destination, write_container, write_file
 from coli.convert.synthetic import EMBED_ROWS, Synthetic, bf16_to_float32, float32_to_bf16
 from coli.errors import ModelError
 
@@ -106,33 +112,63 @@ def _plan(weights: Synthetic, entry: Entry, trunk_format: str, expert_format: st
 
 
 def write_hf(weights: Synthetic, out: str | Path, *, progress: Progress = _quiet) -> int:
-    """Write a bf16 checkpoint in the family's own names, one shard a layer; returns its bytes."""
-    out = Path(out)
-    if out.exists() and any(out.iterdir()):
-        raise ModelError(f"{out}: exists and is not empty; choose another folder or remove it")
-    out.mkdir(parents=True, exist_ok=True)
+    """Write a bf16 checkpoint in the family's own names, one shard a layer; returns its bytes.
+
+    Raises ModelError: ``out`` is there and not empty, OUT.partial is there, or the disk refuses.
+    """
     config, total, index = weights.config, 0, {}
     n_files = config.num_hidden_layers + 1
-    for number in range(n_files):
-        layer = None if number == 0 else number - 1
-        tensors = list(_hf_tensors(weights, layer))
-        file = f"model-{number + 1:05d}-of-{n_files:05d}.safetensors"
-        with open(out / (file + ".tmp"), "wb") as stream:
-            stream.write(make_header([(name, "BF16", shape) for name, shape, _ in tensors], 8))
-            for name, _, pieces in tensors:
-                index[name] = file
-                for piece in pieces():
-                    stream.write(piece.tobytes())
-                    total += piece.nbytes
-                    progress(piece.nbytes)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.rename(out / (file + ".tmp"), out / file)
-    (out / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1) + "\n"
-    )
-    (out / "config.json").write_text(json.dumps(weights.config_dict, indent=1) + "\n")
+    with _beside(check_destination(out)) as folder:
+        folder.mkdir()
+        for number in range(n_files):
+            layer = None if number == 0 else number - 1
+            tensors = list(_hf_tensors(weights, layer))
+            file = f"model-{number + 1:05d}-of-{n_files:05d}.safetensors"
+            with open(folder / file, "wb") as stream:
+                stream.write(make_header([(name, "BF16", shape) for name, shape, _ in tensors], 8))
+                for name, _, pieces in tensors:
+                    index[name] = file
+                    for piece in pieces():
+                        stream.write(piece.tobytes())
+                        total += piece.nbytes
+                        progress(piece.nbytes)
+                stream.flush()
+                os.fsync(stream.fileno())
+        weight_map = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+        write_file(folder / "model.safetensors.index.json", weight_map.encode() + b"\n")
+        write_file(folder / "config.json", json.dumps(weights.config_dict, indent=1).encode() + b"\n")
     return total
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A path beside ``out`` for what is to be there: it is renamed when the block ends, removed when it fails.
+
+    The block leaves a file or a folder of synced files.  Raises ModelError where the path is taken or the disk refuses.
+    """
+    partial = out.with_name(out.name + PARTIAL_SUFFIX)
+    if os.path.lexists(partial):
+        raise ModelError(f"{partial}: another coli synth writes it, or one was ended; remove it if none is at work")
+    try:
+        try:
+            yield partial
+            _sync(partial)
+            os.replace(partial, out)
+            _sync(out.parent)
+        except BaseException:
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from None
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _normal(weights: Synthetic, name: str, rows: int, cols: int) -> Iterator[np.ndarray]:
@@ -224,32 +260,46 @@ def write_gguf(weights: Synthetic, out: str | Path, *, progress: Progress = _qui
     """Write a GGUF (architecture qwen35moe): experts Q4_0, the rest Q8_0, small tensors F32; returns its bytes.
 
     Needs the ``gguf`` package (extra ``bench``).  The vocabulary is made up: ids are what such a model is fed with.
+    Raises ModelError: ``out`` or OUT.partial is there, or the disk refuses.
     """
     try:
         import gguf
     except ImportError:
         raise ModelError("writing GGUF needs the gguf package; install coli[bench]") from None
 
-    out, config = Path(out), weights.config
-    writer = gguf.GGUFWriter(out, "qwen35moe", use_temp_file=False)
-    _gguf_metadata(gguf, writer, config)
-    q8, q4, f32 = (gguf.GGMLQuantizationType[t] for t in ("Q8_0", "Q4_0", "F32"))
-    tensors = list(_gguf_tensors(weights, q8, q4, f32))
-    for name, shape, kind, _ in tensors:
-        stored = gguf.quant_shape_to_byte_shape(shape, kind) if kind != f32 else shape
-        n_bytes = int(np.prod(stored)) * (4 if kind == f32 else 1)
-        writer.add_tensor_info(name, stored, np.dtype(np.float32 if kind == f32 else np.uint8), n_bytes, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    total = 0
-    for _, _, _, make in tensors:
-        data = make()
-        writer.write_tensor_data(data)
-        total += data.nbytes
-        progress(data.nbytes)
-    writer.close()
-    return total
+    out = Path(out).expanduser().resolve()
+    if out.exists():
+        raise ModelError(f"{out}: exists; choose another destination or remove it first")
+    if not out.parent.is_dir():
+        raise ModelError(f"{out.parent}: there is no such folder to write into")
+    with _beside(out) as partial:
+        return _write_gguf(gguf, weights, partial, progress)
+
+
+def _write_gguf(gguf: Any, weights: Synthetic, path: Path, progress: Progress) -> int:
+    """All of the file, with the package's writer; returns the tensors' bytes."""
+    writer = gguf.GGUFWriter(path, "qwen35moe", use_temp_file=False)
+    try:
+        _gguf_metadata(gguf, writer, weights.config)
+        q8, q4, f32 = (gguf.GGMLQuantizationType[t] for t in ("Q8_0", "Q4_0", "F32"))
+        tensors = list(_gguf_tensors(weights, q8, q4, f32))
+        for name, shape, kind, _ in tensors:
+            stored = gguf.quant_shape_to_byte_shape(shape, kind) if kind != f32 else shape
+            n_bytes = int(np.prod(stored)) * (4 if kind == f32 else 1)
+            dtype = np.dtype(np.float32 if kind == f32 else np.uint8)
+            writer.add_tensor_info(name, stored, dtype, n_bytes, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        total = 0
+        for _, _, _, make in tensors:
+            data = make()
+            writer.write_tensor_data(data)
+            total += data.nbytes
+            progress(data.nbytes)
+        return total
+    finally:
+        writer.close()
 
 
 def _gguf_metadata(gguf: Any, writer: Any, config: Any) -> None:

@@ -14,7 +14,7 @@ that the router's column 0 is a bias.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,11 +195,17 @@ def bf16_to_float32(payload: np.ndarray) -> np.ndarray:
 class SyntheticContainer:
     """A container that was never written: what ``container.reader.Container`` hands out, made on demand.
 
-    Each matrix is made once and kept, so a part of a model costs that part's memory.
+    Each matrix is made once and kept, so a part of a model costs that part's memory.   made : row-major matrices that
+    another container of the same weights has made; they are the same in every format.
     """
 
     def __init__(
-        self, weights: Synthetic, *, trunk_format: str = "i8_row", expert_format: str = "i4_group"
+        self,
+        weights: Synthetic,
+        *,
+        trunk_format: str = "i8_row",
+        expert_format: str = "i4_group",
+        made: Iterable[Matrix] = (),
     ) -> None:
         self.weights = weights
         self.config = weights.config
@@ -213,7 +219,7 @@ class SyntheticContainer:
         )
         self.path = None
         self._entries = {e.name: e for e in entries(weights.config)}
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, Any] = {matrix.name: matrix for matrix in made}
 
     def matrix(self, name: str) -> Matrix:
         """A matrix of the trunk in its format, or a row-major one in bf16."""
@@ -263,6 +269,9 @@ class SyntheticContainer:
     def float32(self, name: str) -> np.ndarray:
         """A small tensor."""
         return self.weights.plain(self._entries[name])
+
+    def will_not_need(self, name: str) -> None:
+        """Nothing: what was made is here and nowhere else."""
 
     def close(self) -> None:
         """Let the memory go."""

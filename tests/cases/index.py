@@ -66,8 +66,6 @@ TITLES = {
 }
 # What these show only a running server can show; their tests are in tests/server.
 SERVER = {"C11", "C25", "C35", "C36", "C37", "C38", "C39", "C40", "C45"}
-# Not there yet: the converter reads no GGUF files.
-LATER = {"C20"}
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])[Cc](\d\d)(?!\d)")
 
@@ -107,9 +105,7 @@ def page() -> str:
     ]
     for case, tests in covering().items():
         shown = "<br>".join(f"`{test}`" for test in tests)
-        if case in LATER:
-            shown = "later: no GGUF import yet"
-        elif not tests:
+        if not tests:
             shown = "needs a server: `tests/server`"
         lines.append(f"| {case} | {TITLES[case]} | {shown} |")
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ import pytest
 from cases import index
 
 
-@pytest.mark.parametrize("case", sorted(set(index.TITLES) - index.SERVER - index.LATER))
+@pytest.mark.parametrize("case", sorted(set(index.TITLES) - index.SERVER))
 def test_case_without_a_server_has_a_test(case):
     """Every case that needs no server is some test's, by its number."""
     assert index.covering()[case]
