@@ -44,8 +44,19 @@ def parse_devices(text: str) -> str | list[int | str]:
     return [int(item) if item.isdecimal() else item for item in items]
 
 
+_LEAST_BARE_BYTES = 1 << 20
+
+
+def _memory(text: str) -> int:
+    """Bytes of memory, where a small number without a unit is one of GiB whose unit was forgotten."""
+    n_bytes, bare = parse_bytes(text), text.strip()
+    if bare[-1].isdigit() and 0 < float(bare) < _LEAST_BARE_BYTES:
+        raise ValueError(f"bytes with their unit: this is {bare} bytes; write {bare}GiB, or {bare}B if it is meant")
+    return n_bytes
+
+
 def _vram(text: str) -> str | int:
-    return "auto" if text.strip() == "auto" else parse_bytes(text)
+    return "auto" if text.strip() == "auto" else _memory(text)
 
 
 def _vram_gib(text: str) -> str | int:
@@ -154,7 +165,7 @@ SETTINGS: tuple[Setting, ...] = (
             _number_up_to(100_000)),
     Setting("prefix_cache", 1 << 30, "bytes", ("COLI_PREFIX_CACHE",), "--prefix-cache",
             "Memory for states of earlier prompts, so that a prompt that begins alike is not computed again; 0 keeps none.",
-            parse_bytes),
+            _memory),
     Setting("prefix_every", 512, "tokens", ("COLI_PREFIX_EVERY",), "--prefix-every",
             "A long prompt leaves a state each so many tokens, besides the one at its end.", _count("tokens")),
     Setting("cors", None, "origins, comma-separated, or *", ("COLI_CORS",), "--cors",
@@ -193,18 +204,36 @@ def resolve(name: str, given: Any = None, environ: Mapping[str, str] | None = No
         of devices) are taken as they are.   An empty variable counts as unset.
     Raises RequestError naming the flag or variable, its value and what is accepted.
     """
-    setting = BY_NAME[name]
+    setting, source = BY_NAME[name], source_of(name, given, environ)
     if given is not None:
         if not isinstance(given, (str, int, float)):
-            return Value(given, setting.flag or setting.name)
-        return Value(
-            _parse(setting.parse, str(given), setting.flag or setting.name, name), setting.flag or setting.name
-        )
+            return Value(given, source)
+        return Value(_parse(setting.parse, str(given), source, name), source)
+    if source == "default":
+        return Value(setting.default, source)
     environ = os.environ if environ is None else environ
-    for variable in setting.env:
-        if environ.get(variable, "").strip():
-            return Value(_parse(_PARSERS.get(variable, setting.parse), environ[variable], variable, name), variable)
-    return Value(setting.default, "default")
+    return Value(_parse(_PARSERS.get(source, setting.parse), environ[source], source, name), source)
+
+
+def source_of(name: str, given: Any = None, environ: Mapping[str, str] | None = None) -> str:
+    """Where the value of setting ``name`` comes from: its flag, the name of a variable, or "default"."""
+    setting = BY_NAME[name]
+    if given is not None:
+        return setting.flag or setting.name
+    environ = os.environ if environ is None else environ
+    return next((variable for variable in setting.env if environ.get(variable, "").strip()), "default")
+
+
+def as_given(message: str, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
+    """A message that calls settings by their variables, with the names that the user set them by.
+
+    given : settings by name, as for `resolve`; other keys are passed over.
+    """
+    for name in BY_NAME.keys() & given.keys():
+        source = source_of(name, given[name], environ)
+        if source != "default":
+            message = re.sub(rf"\b{BY_NAME[name].env[0]}\b", source, message)
+    return message
 
 
 def get(name: str, given: Any = None, environ: Mapping[str, str] | None = None) -> Any:

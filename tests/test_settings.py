@@ -46,7 +46,8 @@ def test_older_names_are_accepted_and_the_present_name_wins():
         ("1.5MiB", 3 << 19),
         ("2GB", 2 * 10**9),
         ("auto", "auto"),
-        (512, 512),
+        (1 << 20, 1 << 20),
+        ("512B", 512),
     ],
 )
 def test_vram_reads_bytes_with_units(text, expected):
@@ -79,6 +80,26 @@ def test_bad_value_names_variable_value_and_what_is_accepted(name, value):
     if setting.flag:
         with pytest.raises(RequestError, match=re.escape(f"{setting.flag}='{value}'")):
             settings.get(name, value, {})
+
+
+@pytest.mark.parametrize("value", ["8", " 8 ", "0.5", "1048575", 8])
+@pytest.mark.parametrize("name", ["vram", "prefix_cache"])
+def test_memory_below_1_mib_without_a_unit_is_refused(name, value):
+    """`--vram 8` meant 8 GiB: the message says what was read and what to write."""
+    setting, bare = settings.BY_NAME[name], str(value).strip()
+    for given, environ, source in ((value, {}, setting.flag), (None, {setting.env[0]: str(value)}, setting.env[0])):
+        with pytest.raises(RequestError) as caught:
+            settings.get(name, given, environ)
+        assert str(caught.value).startswith(f"{source}={str(value)!r} is not valid: ")
+        assert f"this is {bare} bytes; write {bare}GiB" in str(caught.value)
+
+
+def test_message_calls_a_setting_as_the_user_did():
+    """What was set by a flag is not blamed on the environment, nor an older variable's value on the present one."""
+    message = "COLI_VRAM asks for 5 and COLI_PLACE='x' is none; COLI_VRAMS is another"
+    said = settings.as_given(message, {"vram": "5GiB", "place": None, "model": "m"}, {"COLI_PLACE": "x"})
+    assert said == "--vram asks for 5 and COLI_PLACE='x' is none; COLI_VRAMS is another"
+    assert settings.as_given(message, {"vram": None}, {"CUDA_EXPERT_GB": "5"}).startswith("CUDA_EXPERT_GB asks for 5")
 
 
 @pytest.mark.parametrize("value", ["-1", "six", "inf", "nan"])

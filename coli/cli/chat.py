@@ -51,7 +51,9 @@ _FENCE = '"""'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="a container folder, a Hugging Face folder, or demo")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a container folder, a Hugging Face folder, a GGUF file, or demo"
+    )
     parser.add_argument(
         "--url", metavar="URL", help="talk with a running server (coli serve) instead of loading a model"
     )
@@ -72,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
         from coli.cli.remote import RemoteConversation, refuse_loading
 
         refuse_loading(args)
-        remote = RemoteConversation(args.url, common.sampling_of(args), **thinking)
+        remote = RemoteConversation(args.url, common.given_sampling(args), **thinking)
         return _talk(remote, remote.check())
     if args.model is None:
         raise RequestError("nobody to talk with: name a MODEL, or a running server by --url")
     with common.load_model(args) as model:
-        sampling = common.sampling_of(args, model.sampling_defaults)
+        sampling = common.sampling_of(args, model, model.sampling_defaults)
         conversation = Conversation(model, sampling, **thinking)
         _ = model.template  # a model that cannot chat says so now, not after the first message
         return _talk(conversation, args.model)

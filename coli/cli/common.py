@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from coli import settings
+from coli.cli import streams
 from coli.errors import RequestError
+from coli.log import logger
 
 if TYPE_CHECKING:
     from coli.engine.generate import Generation
@@ -16,12 +18,16 @@ if TYPE_CHECKING:
 
 LOADING = ("place", "devices", "vram", "heat", "threads", "context")  # names of settings and of load()'s keywords
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_DRAWING: dict[str, tuple[float, ...]] = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,), "seed": ()}
+"""What acts on a draw alone, and the values with which it does nothing."""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The MODEL argument."""
-    parser.add_argument("model", metavar="MODEL", help="a container folder, a Hugging Face folder, or demo")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a container folder, a Hugging Face folder, a GGUF file, or demo"
+    )
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +39,14 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         default = "" if setting.default is None else f" (default {setting.default}"
         default = f"{default}; environment {setting.env[0]})" if default else f" (environment {setting.env[0]})"
         group.add_argument(setting.flag, metavar=name.upper(), help=(setting.reason + default).replace("%", "%%"))
+    add_reprobe(group)
+
+
+def add_reprobe(group: Any) -> None:
+    """--reprobe, for the verbs that place something."""
+    group.add_argument(
+        "--reprobe", action="store_true", help="measure the CPU and the cards anew; else what was measured once is used"
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
@@ -57,18 +71,50 @@ def load_model(args: argparse.Namespace) -> Model:
     """The model that the arguments of `add_model` and `add_loading` name."""
     from coli.model import load
 
+    if args.reprobe:
+        from coli.probing import forget
+
+        forget()
     return load(args.model, **{name: getattr(args, name) for name in LOADING})
 
 
-def sampling_of(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Keywords of `Model.generate` from the flags of `add_sampling`; ``defaults`` for flags that were not given."""
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of `Model.generate` from the flags of `add_sampling`, those that were given."""
     given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    return {**(defaults or {}), **given, "max_tokens": args.max_tokens, "seed": args.seed, "stop": args.stop}
+    return {**given, "max_tokens": args.max_tokens, "seed": args.seed, "stop": args.stop}
+
+
+def sampling_of(args: argparse.Namespace, model: Model, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`given_sampling` over ``defaults``, with a temperature where the flags ask for a draw.
+
+    A draw needs a temperature: without --temperature, or a default above 0, it is the one of the checkpoint's
+    generation_config.json, else 1.  What has no effect beside --temperature 0 is named.
+    """
+    sampling = {**(defaults or {}), **given_sampling(args)}
+    drawing = [
+        f"--{name.replace('_', '-')}" for name, idle in _DRAWING.items() if getattr(args, name) not in (None, *idle)
+    ]
+    if not drawing or sampling.get("temperature"):
+        return sampling
+    if args.temperature is not None:
+        verb = "has" if len(drawing) == 1 else "have"
+        logger("run").warning("%s %s no effect at --temperature 0, which is greedy", ", ".join(drawing), verb)
+        return sampling
+    checkpoints = model.sampling_defaults.get("temperature")
+    sampling["temperature"] = checkpoints or 1.0
+    whose = "generation_config.json's" if checkpoints else "generation_config.json gives none to draw at"
+    logger("run").info(
+        "temperature %g (%s): %s asks for a draw; --temperature 0 is greedy",
+        sampling["temperature"], whose, drawing[0],
+    )  # fmt: skip
+    return sampling
 
 
 def read_text(path: str) -> str:
     """The text of a file, or of standard input for ``-``, to the character; RequestError where it is not UTF-8."""
     source = "standard input" if path == "-" else path
+    if path == "-" and "stdin" in streams.CLOSED:
+        raise RequestError("standard input is closed, and the text was to be read from it; name a file or pipe it in")
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return data.decode("utf-8")

@@ -1,7 +1,8 @@
 """The command line's front door: finds the verb, loads its module and no other, turns errors into lines and statuses.
 
 A verb is a module of `coli.cli` with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``.  Exit status:
-0 done, 2 wrong usage or bad input (one clear line), 130 interrupted, 1 anything else.  Nothing heavy is imported here.
+0 done, 2 wrong usage or bad input (one clear line), 130 interrupted, 141 whoever read our output has left (quietly; the
+statuses that shells give a program that SIGINT or SIGPIPE ended), 1 anything else.  Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 
 import coli
+from coli.cli import streams
 from coli.errors import ColiError
 
 TYPE_CHECKING = False  # as in coli/__init__.py
@@ -33,45 +35,67 @@ VERBS = {
     "doctor": "say what this machine offers and what limits it",
 }
 
+_NO_STDOUT = ("serve",)  # verbs that need no standard output: a service manager may close it
+
+_BAD_INPUT, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"coli: error: {message} ({self.prog} --help shows the usage)\n")
+        streams.say(f"coli: error: {message} ({self.prog} --help shows the usage)")
+        raise SystemExit(_BAD_INPUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    streams.fill_in()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(argv)
+        return _guarded(argv)
+    finally:
+        streams.settle()
+
+
+def _guarded(argv: list[str]) -> int:
+    """What `_main` returns, with every error as a line and a status."""
+    try:
+        try:
+            status = _main(argv)
+        except SystemExit:  # argparse has printed a help, or complained
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # a broken pipe shows here, not in the interpreter's last breath
+        return status
     except ColiError as error:
-        print(f"coli: error: {error}", file=sys.stderr)
-        return 2
+        streams.say(f"coli: error: {error}")
+        return _BAD_INPUT
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
-        _drop_stdout()
-        return 1
+        streams.drop(sys.stdout)
+        return _BROKEN_PIPE
     except OSError as error:  # a full disk behind standard output, a file that went away
         _trace_if_debugging()
-        _drop_stdout()
-        print(f"coli: error: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
+        streams.drop(sys.stdout)
+        streams.say(f"coli: error: {error.filename or 'standard output'}: {error.strerror or error}")
         return 1
     except Exception as error:
         _trace_if_debugging()
-        print(f"coli: {type(error).__name__}: {error} (COLI_LOG=debug shows where)", file=sys.stderr)
+        streams.say(f"coli: {type(error).__name__}: {error} (COLI_LOG=debug shows where)")
         return 1
 
 
 def _main(argv: list[str]) -> int:
     verb = argv[0] if argv else None
+    if "stdout" in streams.CLOSED and verb is not None and verb not in _NO_STDOUT:
+        raise ColiError("standard output is closed, where the answer belongs; give it a file, or /dev/null to drop it")
     if verb is None or verb.startswith("-") or not _exists(verb):
         parser = _top_parser()
         if verb is None:
-            parser.print_help(sys.stderr)
-            return 2
+            streams.say(parser.format_help().rstrip())
+            return _BAD_INPUT
         parser.parse_args(argv)  # --help and --version leave here, anything else is an error
         return 0
     module = importlib.import_module(f"coli.cli.{verb}")
@@ -79,9 +103,13 @@ def _main(argv: list[str]) -> int:
     module.add_arguments(parser)
     args = _parse(parser, argv[1:])
     _set_up_streams()
-    status = module.run(args)
-    sys.stdout.flush()  # a broken pipe shows here, not in the interpreter's last breath
-    return status
+    try:
+        return module.run(args)
+    except ColiError as error:  # who found it does not know whether a flag or the environment had set it
+        from coli import settings
+
+        error.args = (settings.as_given(str(error), vars(args)), *error.args[1:])
+        raise
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -134,12 +162,4 @@ def _trace_if_debugging() -> None:
     if debugging:
         import traceback
 
-        traceback.print_exc()
-
-
-def _drop_stdout() -> None:
-    """Point standard output at nothing, so that the interpreter's own flush at exit stays quiet."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # standard output is no file, or is closed
-        pass
+        streams.say(traceback.format_exc().rstrip())

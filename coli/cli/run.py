@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 HELP = (
     "Continue a prompt, given as text, --file, --ids or standard input. The answer, and nothing else, goes to standard "
-    "output, with a newline at its end. Greedy unless a sampling flag says otherwise."
+    "output, with a newline at its end. Greedy, unless --temperature, --top-k, --top-p, --min-p or --seed asks for a "
+    "draw; without --temperature that is at the temperature of the checkpoint's generation_config.json, else at 1."
 )
 
 
@@ -38,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
-    sampling = common.sampling_of(args)
     with common.load_model(args) as model:
+        sampling = common.sampling_of(args, model)
         if not model.has_tokenizer and args.ids is None:
             _ = model.tokenizer  # raises the one line that says so
         if args.chat:

@@ -18,6 +18,7 @@ from coli.errors import ColiError, RequestError
 from coli.log import logger
 
 if TYPE_CHECKING:
+    from coli.config import ModelConfig
     from coli.container.reader import Container
     from coli.threads.limits import Limits
     from coli.threads.topology import Topology
@@ -54,20 +55,19 @@ def run(args: argparse.Namespace) -> int:
         stored = list(stored_profiles(machine))
         return _forget([path for path, _ in stored]) if args.forget else _show([profile for _, profile in stored], args)
 
-    container = _open(args.model)
-    try:
-        manifest = container.manifest
-        geometry = geometry_key(container.config, (manifest.trunk_format, manifest.expert_format))
-        if args.forget:
-            return _forget([path for path, profile in stored_profiles(machine) if profile.geometry == geometry])
-        profile = load_profile(machine, geometry)
-        if args.show:
-            return _show([profile] if profile else [], args)
-        if profile is None or not args.print_env:
+    geometry = geometry_key(*_shape(args.model))
+    if args.forget:
+        return _forget([path for path, profile in stored_profiles(machine) if profile.geometry == geometry])
+    profile = load_profile(machine, geometry)
+    if args.show:
+        return _show([profile] if profile else [], args)
+    if profile is None or not args.print_env:
+        container = _open(args.model)
+        try:
             profile = _measure(container, topology, found, machine, geometry)
-        return _show([profile], args)
-    finally:
-        container.close()
+        finally:
+            container.close()
+    return _show([profile], args)
 
 
 def _open(model: str) -> Container:
@@ -75,6 +75,23 @@ def _open(model: str) -> Container:
     from coli.convert.resolve import resolve_model
 
     return Container.open(resolve_model(model))
+
+
+def _shape(model: str) -> tuple[ModelConfig, tuple[str, str]]:
+    """The configuration and number formats of what MODEL is or would be converted to; nothing is converted for it."""
+    from coli.config import ModelConfig
+    from coli.container.manifest import read_manifest
+    from coli.convert.resolve import find_model, is_container
+
+    path = find_model(model)
+    if is_container(path):
+        manifest = read_manifest(path)
+        return ModelConfig.from_folder(path), (manifest.trunk_format, manifest.expert_format)
+    from coli.convert.convert import Options
+    from coli.convert.gguf import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.config, Options().formats([])
 
 
 def _measure(container: Container, topology: Topology, found: Limits, machine: str, geometry: str) -> Profile:

@@ -65,6 +65,17 @@ def test_coli_error_is_one_line_and_status_2(verb, capsys):
     assert capsys.readouterr() == ("", "coli: error: lmhead does not fit\n")
 
 
+def test_error_names_the_flag_that_was_given(verb, capsys, monkeypatch):
+    """Deep down a setting is called by its variable; who gave the flag is told of the flag."""
+    verb(raising(PlacementError("COLI_PLACE='x': no")), lambda parser: parser.add_argument("--place"))
+    assert cli.main(["bench", "--place", "x"]) == 2
+    assert capsys.readouterr().err == "coli: error: --place='x': no\n"
+    verb(raising(PlacementError("COLI_PLACE='x': no")), lambda parser: parser.add_argument("--place"))
+    monkeypatch.setenv("COLI_PLACE", "x")
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr().err == "coli: error: COLI_PLACE='x': no\n"
+
+
 def test_wrong_usage_is_one_line_and_status_2(verb, capsys):
     """argparse's complaints are one line too and say where the usage is shown."""
     verb(lambda args: 0)
@@ -138,7 +149,56 @@ def test_broken_pipe_is_quiet():
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=60) == 141
+
+
+def shell(command: str) -> subprocess.CompletedProcess:
+    """A command line in a shell that closes or redirects streams; ``coli`` is the one under test."""
+    return subprocess.run(
+        ["bash", "-c", command.replace("coli ", f"{sys.executable} -m coli ")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+RUN = "coli run demo --devices none --max-tokens 2 It"
+
+
+def test_closed_standard_output_is_one_line_and_status_2():
+    """Who closed the stream that the answer goes to is told so before the model is loaded; so is who asks for help."""
+    for command in (RUN, "coli --help", "coli inspect demo"):
+        done = shell(f"{command} >&-")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("coli: error: standard output is closed") and done.stderr.count("\n") == 1
+
+
+def test_closed_standard_error_changes_neither_answer_nor_status():
+    """Lines that were meant for standard error go nowhere, least of all into the answer."""
+    done = shell(f"{RUN} 2>&-")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == shell(RUN).stdout
+    for command in ("coli inspect x 2>&-", "coli run --no 2>&-"):
+        done = shell(command)
+        assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_full_standard_error_changes_no_status():
+    """What cannot be said is not said; status and answer stay."""
+    assert shell("coli inspect x 2>/dev/full").returncode == 2
+    done = shell(f"{RUN} 2>/dev/full")
+    assert (done.returncode, done.stdout) == (0, shell(RUN).stdout)
+
+
+def test_closed_standard_input_is_named_where_the_prompt_was_to_come_from_it():
+    """With a prompt at hand nobody asks for it."""
+    assert shell(f"{RUN} <&-").returncode == 0
+    done = shell("coli run demo --devices none <&-")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("coli: error: standard input is closed") and done.stderr.count("\n") == 1
+
+
+def test_full_disk_behind_standard_output_is_one_line_and_status_1():
+    """The answer is lost, and that is said."""
+    done = shell("coli inspect demo >/dev/full")
+    assert (done.returncode, done.stderr) == (1, "coli: error: standard output: No space left on device\n")
 
 
 def test_version_is_the_packages(capsys):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import sys
 
 import pytest
 from scripted import TINY, tiny_ids
+
+from coli.model import Model
 
 
 def piped(monkeypatch, data: bytes, *, is_terminal: bool = False) -> None:
@@ -74,6 +77,37 @@ def test_run_sampling_flags_reach_the_sampler(cli, capsys):
     assert text("--seed", "1", *hot) == text("--seed", "1", *hot) != text("--seed", "2", *hot)
     assert text() == "a" * 20 + "\n"
     assert text("--seed", "3", *hot, "--top-k", "1") == "a" * 20 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "temperature", "line"),
+    [
+        (("--top-p", "0.9"), 1.0, "[run] temperature 1 (generation_config.json's): --top-p asks for a draw"),
+        (("--seed", "3", "--min-p", "0.1"), 1.0, "--min-p asks for a draw"),
+        (("--top-k", "0", "--top-p", "1"), 0.0, None),
+        (("--temperature", "0.5", "--seed", "3"), 0.5, None),
+        (("--temperature", "0", "--seed", "3", "--top-k", "5"), 0.0,
+         "[run] warning: --top-k, --seed have no effect at --temperature 0"),
+        (("--repetition-penalty", "1.1"), 0.0, None),
+    ],
+)  # fmt: skip
+def test_run_sampling_flag_without_a_temperature_is_not_ignored(cli, capsys, monkeypatch, flags, temperature, line):
+    """A flag that only a draw obeys brings the checkpoint's temperature; beside a temperature of 0 it is named."""
+    seen = []
+    generate = Model.generate
+    monkeypatch.setattr(Model, "generate", lambda self, *a, **k: seen.append(k) or generate(self, *a, **k))
+    assert cli(["run", "m", "Go", *flags], "ok") == 0
+    assert seen[0].get("temperature", 0.0) == temperature
+    said = [text for text in capsys.readouterr().err.splitlines() if "temperature" in text]
+    assert (len(said) == 1 and line in said[0]) if line else not said
+
+
+def test_run_sampling_flag_without_any_temperature_draws_at_1(cli, capsys, tmp_path):
+    """A checkpoint that names no temperature, or is greedy by default, is drawn from as it is."""
+    for config in ({}, {"do_sample": False, "temperature": 0.6}):
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        assert cli(["run", "m", "--ids", "1", "--max-tokens", "1", "--seed", "1"], "ab", folder=tmp_path) == 0
+        assert "temperature 1 (generation_config.json gives none to draw at)" in capsys.readouterr().err
 
 
 def test_run_loading_flags_reach_the_loader(cli, capsys):

@@ -11,12 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 import coli
+from conftest import FIXTURES
 from coli.cli import tune
 from coli.cli.main import main
+from coli.config import ModelConfig
 from coli.errors import ColiError
 from coli.threads import limits, tuning
 from coli.threads.limits import Limits
 from coli.threads.topology import flat_topology, parse_lscpu
+
+SHAPE = tune._shape
 
 CONFIG = SimpleNamespace(
     num_hidden_layers=2, hidden_size=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
@@ -61,6 +65,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict]:
     manifest = SimpleNamespace(trunk_format="i8_group", expert_format="i4_group")
     container = SimpleNamespace(config=CONFIG, manifest=manifest, path=tmp_path, close=lambda: None)
     monkeypatch.setattr(tune, "_open", lambda model: container)
+    monkeypatch.setattr(tune, "_shape", lambda model: (CONFIG, ("i8_group", "i4_group")))
     PretendModel.speeds = {1: 15.0, 2: 10.0}
     return calls
 
@@ -105,6 +110,27 @@ def test_tune_forgets(capsys):
         capsys.readouterr()
         assert 0 == main(["tune", "--show", "--json"])
         assert [] == json.loads(capsys.readouterr().out)
+
+
+def test_tune_show_and_forget_convert_nothing(monkeypatch, capsys, tmp_path):
+    """A Hugging Face folder is known by its configuration: what is stored for its container is shown and forgotten."""
+    monkeypatch.setattr(tune, "_shape", SHAPE)
+    checkpoint = FIXTURES / "tiny-random"
+    key = tuning.geometry_key(ModelConfig.from_folder(checkpoint), ("i8_row", "i4_group"))
+    machine = tuning.machine_fingerprint(*limits.local_machine())
+    tuning.save_profile(tuning.Profile(machine, key, (0,), "1 thread on 0", 0.5, "faster", {}, "a CPU", "2026-01-01"))
+    before = sorted(tmp_path.rglob("*"))
+    assert 0 == main(["tune", str(checkpoint), "--show", "--json"])
+    assert [key] == [profile["geometry"] for profile in json.loads(capsys.readouterr().out)]
+    assert before == sorted(tmp_path.rglob("*"))
+    assert 0 == main(["tune", str(checkpoint), "--forget"])
+    assert 0 == main(["tune", str(checkpoint), "--show", "--json"])
+    assert [] == json.loads(capsys.readouterr().out)
+
+
+def test_tune_shape_of_a_checkpoint_is_that_of_its_container(make_container):
+    """The profile that a load of the converted model looks for is the one that --show shows of the checkpoint."""
+    assert SHAPE(str(FIXTURES / "tiny-random")) == SHAPE(str(make_container("tiny-random")))
 
 
 def test_tune_stored_team_is_taken_by_the_next_load(tmp_path):
