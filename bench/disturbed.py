@@ -2,9 +2,9 @@
 
     python bench/disturbed.py MODEL [--turns 5] [--json]
 
-A team whose threads wait for each other must not collapse when one of them loses its core for a while: the target is half
-of what one thread fewer makes alone.  The turns alternate; the busy process runs wherever the system puts it, and then
-pinned to the core of the team's last worker, which is the worst place.
+A team whose threads wait for each other must not collapse when one of them loses its core for a while: the target is
+half of what one thread fewer makes alone.  The turns alternate; the busy process runs wherever the system puts it, then
+pinned to the core of the team's last worker, and then to that of its first thread, which starts and ends everything.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def main() -> None:
     cpus = list(claim.binding.cpus)
     if len(cpus) < 2:
         raise SystemExit("this needs a team of at least two")
-    rates: dict[str, list[float]] = {"one_fewer": [], "alone": [], "disturbed": [], "disturbed_worst": []}
+    places = {"disturbed": None, "disturbed_last": -1, "disturbed_first": 0}  # whose core the busy process is pinned to
+    rates: dict[str, list[float]] = {name: [] for name in ("one_fewer", "alone", *places)}
     with Container.open(resolve_model(args.model)) as container:
         fewer = Engine(container, threads=len(cpus) - 1, cpus=cpus[:-1])
         team = Engine(container, threads=len(cpus), cpus=cpus)
@@ -54,7 +55,10 @@ def main() -> None:
             time.sleep(1.2)  # a worker that was disturbed in the last turn sits out for a second
             rates["one_fewer"].append(decode_tok_s(fewer))
             rates["alone"].append(decode_tok_s(team))
-            for name, where in (("disturbed", "-"), ("disturbed_worst", str(cpus[-1]))):
+            for name, thread in places.items():
+                time.sleep(1.2)
+                # read back: a first thread that lost its core in an earlier turn has changed with a worker
+                where = "-" if thread is None else str(team.on_thread(team.team.map)[thread][0])
                 busy = subprocess.Popen([sys.executable, "-c", BUSY, where])
                 try:
                     time.sleep(0.2)
@@ -66,14 +70,13 @@ def main() -> None:
         team.close()
     claim.release()
     found = {name: median(values) for name, values in rates.items()}
-    found["ratio"] = found["disturbed"] / found["one_fewer"]
-    found["ratio_worst"] = found["disturbed_worst"] / found["one_fewer"]
+    ratios = {f"{name}_ratio": found[name] / found["one_fewer"] for name in places}
     if args.json:
-        print(json.dumps({"threads": len(cpus), **found}))
+        print(json.dumps({"threads": len(cpus), **found, **ratios}))
         return
     print(f"{len(cpus) - 1} threads alone {found['one_fewer']:.1f} tok/s, {len(cpus)} alone {found['alone']:.1f}")
-    for name, key in (("ratio", "disturbed"), ("ratio_worst", "disturbed_worst")):
-        print(f"{key}: {found[key]:.1f} tok/s, {found[name]:.2f} of one thread fewer (target 0.50)")
+    for name in places:
+        print(f"{name}: {found[name]:.1f} tok/s, {ratios[f'{name}_ratio']:.2f} of one thread fewer (target 0.50)")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ cdef extern from "kernels.h" nogil:
         int32_t n_blocks
         int32_t n_groups
         int32_t format
-        int32_t passes
 
     ctypedef struct coli_acts:
         int8_t *q

@@ -179,7 +179,6 @@ cdef void _bind_matrix(coli_matrix *m, blocks, format, rows, cols) except *:
     m.n_groups = -(-cols // COLI_GROUP)
     m.n_blocks = -(-rows // COLI_BLOCK_ROWS)
     m.block_bytes = coli_header_bytes(index, m.n_groups) + coli_payload_bytes(index, m.n_groups)
-    m.passes = 0
     if m.n_blocks < 1 or m.n_groups < 1 or view.shape[0] < m.n_blocks * m.block_bytes:
         needed = m.n_blocks * m.block_bytes
         raise ValueError(f"{format} ({rows}, {cols}) takes {needed} bytes, blocks has {view.shape[0]}")

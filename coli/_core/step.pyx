@@ -130,8 +130,14 @@ cdef extern from "step.h" nogil:
         int nonfinite
         int64_t *weight_bytes
         coli_read_xor_fn read
+    ctypedef struct coli_given:
+        const float *xn
+        int64_t xn_stride
+        const int32_t *top_idx
+        const uint8_t *external
     void coli_embed(coli_runner *r)
     void coli_run_ops(coli_runner *r, int first, int last)
+    int coli_run_moe(coli_runner *r, int layer, const coli_given *given)
     void coli_read_buffers(coli_runner *r, const uint8_t *const *data, const int64_t *n_bytes, int n)
 
 
@@ -354,21 +360,23 @@ cdef class Sequence:
     """What the model remembers of one sequence: DeltaNet states, convolution rows, K/V blocks.
 
     The recurrent part has a fixed size; K/V grows by blocks of 64 positions, all layers of a block together.
+    Memory is taken by the first `reserve`, and not for layers whose state is elsewhere (`leave`).
     """
 
     cdef coli_seq s
     cdef Network net
     cdef Memory memory
     cdef list kv
+    cdef uint8_t *elsewhere
+    cdef float *recurrent
+    cdef int64_t recurrent_floats
+    cdef int n_attention
+    cdef bint is_begun
     cdef int64_t block_bytes
     cdef readonly int64_t max_positions
 
     def __cinit__(self, Network net, int64_t max_positions):
         cdef coli_geometry *g = &net.n.g
-        cdef int64_t i
-        cdef int64_t state = <int64_t>g.dn_v_heads * g.dn_k_dim * g.dn_v_dim
-        cdef int64_t conv = <int64_t>g.conv_taps * g.conv_channels
-        cdef float *p
         self.net = net
         self.memory = Memory()
         self.kv = []
@@ -378,11 +386,7 @@ cdef class Sequence:
         self.s.conv = <float **>self.memory.take(sizeof(void *) * (net.n_deltanet + 1))
         self.s.k_blocks = <void **>self.memory.take(sizeof(void *) * (net.n_attention * self.s.max_blocks + 1))
         self.s.v_blocks = <void **>self.memory.take(sizeof(void *) * (net.n_attention * self.s.max_blocks + 1))
-        if net.n_deltanet:
-            p = <float *>self.memory.take(<size_t>(4 * (state + conv) * net.n_deltanet))
-            for i in range(net.n_deltanet):
-                self.s.state[i] = p + i * state
-                self.s.conv[i] = p + net.n_deltanet * state + i * conv
+        self.elsewhere = <uint8_t *>self.memory.take(net.n_layers)
         self.block_bytes = <int64_t>g.n_kv_heads * COLI_KV_BLOCK * g.head_dim * (2 if g.kv_f16 else 4)
 
     @property
@@ -392,60 +396,129 @@ cdef class Sequence:
 
     @property
     def recurrent_bytes(self):
-        """Bytes of DeltaNet states and convolution rows."""
-        cdef coli_geometry *g = &self.net.n.g
-        return 4 * self.net.n_deltanet * (<int64_t>g.dn_v_heads * g.dn_k_dim * g.dn_v_dim
-                                          + <int64_t>g.conv_taps * g.conv_channels)
+        """Bytes of DeltaNet states and convolution rows, wherever they are."""
+        return 4 * self.net.n_deltanet * self.layer_floats()
 
     @property
     def kv_bytes(self):
-        """Bytes of K/V blocks allocated so far."""
+        """Bytes of the K/V blocks reserved so far, wherever they are."""
         return 2 * self.block_bytes * self.net.n_attention * len(self.kv)
 
+    @property
+    def memory_bytes(self):
+        """Bytes of states and K/V that are here; copies share full blocks."""
+        return 4 * self.recurrent_floats + 2 * self.block_bytes * self.n_attention * len(self.kv)
+
+    cdef int64_t layer_floats(self) noexcept:
+        cdef coli_geometry *g = &self.net.n.g
+        return <int64_t>g.dn_v_heads * g.dn_k_dim * g.dn_v_dim + <int64_t>g.conv_taps * g.conv_channels
+
+    def leave(self, layers):
+        """Say, before the first `reserve` or `begin`, which layers' states are elsewhere.  The step passes them by."""
+        if self.is_begun:
+            raise ValueError("the sequence has begun; its states are here")
+        memset(self.elsewhere, 0, self.net.n_layers)
+        for layer in layers:
+            if not 0 <= layer < self.net.n_layers:
+                raise ValueError(f"layer {layer} of {self.net.n_layers}")
+            self.elsewhere[<int>layer] = 1
+
+    cdef int take_recurrent(self) except -1:
+        cdef coli_geometry *g = &self.net.n.g
+        cdef int64_t state = <int64_t>g.dn_v_heads * g.dn_k_dim * g.dn_v_dim
+        cdef int64_t conv = <int64_t>g.conv_taps * g.conv_channels
+        cdef int64_t here = 0
+        cdef int i
+        cdef float *p = NULL
+        for i in range(self.net.n_layers):
+            if not self.elsewhere[i] and not self.net.n.layers[i].is_attention:
+                here += 1
+        if here:
+            p = <float *>self.memory.take(<size_t>(4 * (state + conv) * here))
+            self.recurrent, self.recurrent_floats = p, (state + conv) * here
+        for i in range(self.net.n_layers):
+            if self.elsewhere[i]:
+                continue
+            if self.net.n.layers[i].is_attention:
+                self.n_attention += 1
+                continue
+            self.s.state[self.net.n.layers[i].state_index] = p
+            self.s.conv[self.net.n.layers[i].state_index] = p + state
+            p += state + conv
+        self.is_begun = True
+        return 0
+
+    cdef int put_block(self, int64_t chunk, Memory m, uint8_t *p) except -1:
+        """The K/V block of all attention layers that are here."""
+        cdef int64_t at
+        cdef int i
+        for i in range(self.net.n_layers):
+            if self.elsewhere[i] or not self.net.n.layers[i].is_attention:
+                continue
+            at = self.net.n.layers[i].state_index * self.s.max_blocks + chunk
+            self.s.k_blocks[at], self.s.v_blocks[at] = p, p + self.block_bytes
+            p += 2 * self.block_bytes
+        self.kv.append(m)
+        return 0
+
+    cdef uint8_t *block_at(self, int64_t chunk) noexcept nogil:
+        """Where the memory of a block begins: with the first attention layer that is here."""
+        cdef int i
+        for i in range(self.net.n_layers):
+            if not self.elsewhere[i] and self.net.n.layers[i].is_attention:
+                return <uint8_t *>self.s.k_blocks[self.net.n.layers[i].state_index * self.s.max_blocks + chunk]
+        return NULL
+
     def reserve(self, int64_t positions):
-        """Allocate K/V for this many positions in all (never fewer than there are)."""
-        cdef int64_t chunk, i, n = self.net.n_attention
-        cdef uint8_t *p
+        """Take memory for this many positions in all (never for fewer than before)."""
         cdef Memory m
         if positions > self.max_positions:
             raise ValueError(f"{positions} positions, the sequence was made for {self.max_positions}")
-        if n == 0:
-            return
-        while len(self.kv) * COLI_KV_BLOCK < positions:
-            chunk = len(self.kv)
+        if not self.is_begun:
+            self.take_recurrent()
+        while self.net.n_attention and len(self.kv) * COLI_KV_BLOCK < positions:
             m = Memory()
-            p = <uint8_t *>m.take(<size_t>(2 * n * self.block_bytes))
-            self.kv.append(m)
-            for i in range(n):
-                self.s.k_blocks[i * self.s.max_blocks + chunk] = p + 2 * i * self.block_bytes
-                self.s.v_blocks[i * self.s.max_blocks + chunk] = p + (2 * i + 1) * self.block_bytes
+            self.put_block(len(self.kv), m, <uint8_t *>m.take(<size_t>(2 * self.n_attention * self.block_bytes)))
 
     def copy(self):
-        """An independent sequence in the same state."""
+        """An independent sequence in the same state.  Full blocks are shared: nobody writes to them again."""
         cdef Sequence other = Sequence(self.net, self.max_positions)
-        cdef int64_t i, b, n = self.net.n_attention
+        cdef int64_t chunk, full = self.s.position // COLI_KV_BLOCK
+        memcpy(other.elsewhere, self.elsewhere, self.net.n_layers)
+        if not self.is_begun:
+            return other
+        other.take_recurrent()
+        if self.net.n_attention:
+            for chunk in range(full):
+                other.put_block(chunk, self.kv[chunk], self.block_at(chunk))
         other.reserve(self.s.position)
-        if self.net.n_deltanet:
-            memcpy(other.s.state[0], self.s.state[0], <size_t>self.recurrent_bytes)
         with nogil:
-            for b in range((self.s.position + COLI_KV_BLOCK - 1) // COLI_KV_BLOCK if n else 0):
-                memcpy(other.s.k_blocks[b], self.s.k_blocks[b], <size_t>(2 * n * self.block_bytes))
+            if self.recurrent_floats:
+                memcpy(other.recurrent, self.recurrent, <size_t>(4 * self.recurrent_floats))
+            if self.n_attention and self.s.position % COLI_KV_BLOCK:
+                memcpy(other.block_at(full), self.block_at(full), <size_t>(2 * self.n_attention * self.block_bytes))
         other.s.position = self.s.position
         return other
 
     def state(self, int index):
         """(dn_v_heads, dk, dv) float32: a view of one DeltaNet layer's state."""
         cdef coli_geometry *g = &self.net.n.g
+        if self.s.state[index] == NULL:
+            raise ValueError(f"DeltaNet state {index} is not here")
         return <float[:g.dn_v_heads, :g.dn_k_dim, :g.dn_v_dim]>self.s.state[index]
 
     def conv(self, int index):
         """(taps, channels) float32: raw rows before the convolution, row p % taps is position p."""
         cdef coli_geometry *g = &self.net.n.g
+        if self.s.conv[index] == NULL:
+            raise ValueError(f"convolution rows {index} are not here")
         return <float[:g.conv_taps, :g.conv_channels]>self.s.conv[index]
 
     def kv_block(self, int index, int64_t block, bint values):
         """One K or V block of an attention layer as bytes, (n_kv_heads, 64, head_dim) of float16 or float32."""
         cdef void **p = self.s.v_blocks if values else self.s.k_blocks
+        if p[index * self.s.max_blocks + block] == NULL:
+            raise ValueError(f"K/V block {block} of attention layer {index} is not here")
         return <uint8_t[:self.block_bytes]>p[index * self.s.max_blocks + block]
 
 
@@ -455,11 +528,14 @@ cdef class Runner:
     One at a time, always from the thread that made the team.  ``begin`` sets a batch up, ``run`` does a range of
     operations (number = layer * N_OPS + op, the two of the head behind the last layer), ``finish`` moves the
     sequences on.  Between two ``run`` calls the buffers may be read and, for parts computed elsewhere, written.
+
+    generation : changes whenever the buffers move; views of one generation, for as many rows, stay good.
     """
 
     cdef coli_runner r
     cdef readonly Network net
     cdef readonly Team team
+    cdef readonly int generation
     cdef Memory memory, score_memory
     cdef list sequences
     cdef object keep
@@ -558,6 +634,7 @@ cdef class Runner:
             self.r.b = fresh
             self.ids, self.part_of, self.logit_rows, self.parts = ids, part_of, logit_rows, parts
             self.memory = m
+            self.generation += 1
         if stride > b.score_stride:
             stride = max(stride, min(2 * b.score_stride, 1 << 20), 1024)
             m = Memory()
@@ -612,6 +689,33 @@ cdef class Runner:
         with nogil:
             coli_run_ops(&self.r, first, last)
 
+    def moe(self, int layer, const float[:, :] xn, const int32_t[:, ::1] top_idx, const uint8_t[:, ::1] external,
+            bint shared):
+        """The experts of one layer for rows that another device has chosen them for, in one parallel region.
+
+        xn : float32 (rows of the batch, hidden), what the experts take.   top_idx : int32 (rows, top_k).
+        external : uint8 (rows, top_k), 1 where somebody else computes that rank.
+        shared : compute the shared expert too.
+        Fills the buffers expert_y, slot_of and shared_y, and overwrites xn, top_idx and external.
+        """
+        cdef coli_geometry *g = &self.net.n.g
+        cdef int n = self.r.batch.n_rows
+        cdef int refused
+        cdef coli_given given
+        if (not 0 <= layer < self.net.n_layers or xn.shape[0] != n or xn.shape[1] != g.hidden_size
+                or xn.strides[1] != sizeof(float) or top_idx.shape[0] != n or top_idx.shape[1] != g.top_k
+                or external.shape[0] != n or external.shape[1] != g.top_k):
+            raise ValueError(f"layer {layer}: xn ({xn.shape[0]}, {xn.shape[1]}), top_idx ({top_idx.shape[0]}, "
+                             f"{top_idx.shape[1]}), external ({external.shape[0]}, {external.shape[1]}) for {n} rows")
+        given.xn, given.xn_stride = &xn[0, 0], xn.strides[0] // <Py_ssize_t>sizeof(float)
+        given.top_idx, given.external = &top_idx[0, 0], &external[0, 0]
+        self.r.shared_external = not shared
+        with nogil:
+            refused = coli_run_moe(&self.r, layer, &given)
+        self.r.shared_external = 0
+        if refused:
+            raise ValueError(f"layer {layer}: an expert beyond {g.n_experts} was chosen")
+
     def head_begin(self, rows, float[:, ::1] logits):
         """Say which rows' logits are wanted, and where: float32 (>= len(rows), vocabulary padded to 16)."""
         cdef int32_t i, n = <int32_t>len(rows)
@@ -661,7 +765,7 @@ cdef class Runner:
     def buffer(self, str name):
         """A view of a step buffer for the batch's rows: x, xn, proj, o, y, router, top_idx, top_w, external, slot_of,
         shared_gate, shared_y (rows first), expert_y (slots first), head_x and logits (wanted rows first).  Valid
-        until the next ``begin``."""
+        until the next ``begin``, those of the rows as long as ``generation`` stays."""
         cdef coli_buffers *b = &self.r.b
         cdef coli_geometry *g = &self.net.n.g
         cdef int n = self.r.batch.n_rows

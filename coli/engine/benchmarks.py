@@ -8,6 +8,7 @@ the same prefetch; the two alternate, and the figures are medians, so that a noi
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from coli._core import step
+from coli.container.reader import Matrix
 from coli.convert.synthetic import Synthetic, SyntheticContainer, geometry
 from coli.engine.session import Engine
 
@@ -75,11 +77,7 @@ class Bench:
         )
 
 
-def _engine(config: dict[str, Any], threads: int, cpus: list[int] | None, isa: str | None, **formats: str) -> Engine:
-    return Engine(SyntheticContainer(Synthetic(config), **formats), threads=threads, cpus=cpus, isa=isa)
-
-
-def _begin(engine: Engine) -> step.Runner:
+def _begin(engine: Engine) -> None:
     """A batch of one row, set up on the engine thread, so that single operations can be run."""
 
     def begin(job: Any) -> None:
@@ -93,32 +91,75 @@ def _begin(engine: Engine) -> step.Runner:
         engine._runner.run(0, 1)
 
     engine._thread.call(begin)
-    return engine._runner
+
+
+# (trunk format, expert format) of one engine, and the names of the head's bench and of the experts'.
+_KERNELS = {
+    ("i8_row", "i4_group"): ("gemv_int8_lm_head", "experts_int4_random"),
+    ("i8_group", "i4_row"): ("gemv_int8_group_lm_head", "experts_int4_row_random"),
+    ("i4_group", "i8_row"): ("gemv_int4_lm_head", "experts_int8_random"),
+}
+KERNEL_NAMES = tuple(name for names in _KERNELS.values() for name in names)
+
+
+class KernelBenches:
+    """The products of a token at the geometry of Qwen3.6-35B-A3B, in four formats: a bench by its name, in any order.
+
+    Each matrix is much larger than the caches, or one of many (256 experts of 1.6 MB, of int8 3.2 MB): what is measured
+    is memory.  One engine is kept, of the formats last asked for; the embedding, 1 GB that no bench measures, is made
+    once.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        cpus: list[int] | None = None,
+        isa: str | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        self._weights = Synthetic(config or geometry("qwen36-35b") | {"num_hidden_layers": 1})
+        self._team = {"threads": threads, "cpus": cpus, "isa": isa}
+        self._formats: tuple[str, str] | None = None
+        self._engine: Engine | None = None
+        self._embed: Matrix | None = None
+
+    def __getitem__(self, name: str) -> Bench:
+        """The bench of a name in `KERNEL_NAMES`; those of other formats cannot be run any more."""
+        formats, (head, _) = next(item for item in _KERNELS.items() if name in item[1])
+        engine = self._engine_of(formats)
+        return _head_bench(engine, name) if name == head else _experts_bench(engine, name)
+
+    def _engine_of(self, formats: tuple[str, str]) -> Engine:
+        if self._engine is None or self._formats != formats:
+            self.close()
+            made = () if self._embed is None else (self._embed,)
+            container = SyntheticContainer(self._weights, trunk_format=formats[0], expert_format=formats[1], made=made)
+            self._embed = container.embed
+            self._engine, self._formats = Engine(container, **self._team), formats
+            _begin(self._engine)
+        return self._engine
+
+    def close(self) -> None:
+        """End the engine and let its matrices go.  May be called twice."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine.container.close()
+            self._engine = None
 
 
 def kernel_benches(threads: int, cpus: list[int] | None = None, isa: str | None = None) -> Iterator[Bench]:
-    """The products of a token at the geometry of Qwen3.6-35B-A3B, in four formats.
+    """All of `KernelBenches`, each to be measured before the next is asked for."""
+    with closing(KernelBenches(threads, cpus, isa)) as benches:
+        for name in KERNEL_NAMES:
+            yield benches[name]
 
-    Each matrix is much larger than the caches, or one of many: what is measured is memory.  Engines are closed
-    as the next one is asked for.
-    """
-    base = geometry("qwen36-35b") | {"num_hidden_layers": 1, "full_attention_interval": 4}
-    # a pool of experts much larger than a last-level cache (256 x 1.6 MB, int8 256 x 3.2 MB)
-    for trunk, experts in (("i8_row", "i4_group"), ("i8_group", "i4_row"), ("i4_group", "i8_row")):
-        engine = _engine(base, threads, cpus, isa, trunk_format=trunk, expert_format=experts)
-        container, runner = engine.container, _begin(engine)
-        try:
-            head = container.matrix("lm_head")
-            logits = np.empty((1, engine._padded_vocab), np.float32)
-            names = {"i8_row": "int8", "i8_group": "int8_group", "i4_group": "int4", "i4_row": "int4_row"}
-            yield Bench(
-                f"gemv_{names[trunk]}_lm_head", engine, lambda: runner.head((0,), logits),
-                [head.data[: head.n_blocks * head.block_bytes]],
-            )  # fmt: skip
-            yield _experts_bench(engine, f"experts_{names[experts]}_random")
-        finally:
-            engine.close()
-            container.close()
+
+def _head_bench(engine: Engine, name: str) -> Bench:
+    """The logits of one row."""
+    head, runner = engine.container.matrix("lm_head"), engine._runner
+    logits = np.empty((1, engine._padded_vocab), np.float32)
+    return Bench(name, engine, lambda: runner.head((0,), logits), [head.data[: head.n_blocks * head.block_bytes]])
 
 
 def _experts_bench(engine: Engine, name: str) -> Bench:

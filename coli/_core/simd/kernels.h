@@ -34,7 +34,6 @@ typedef struct coli_matrix {
     int32_t rows, cols;
     int32_t n_blocks, n_groups;
     int32_t format;
-    int32_t passes; /* how often the whole matrix has been read: the prefill tests count it */
 } coli_matrix;
 
 /* Quantised activations of several tokens, group-major so that neighbouring tokens of one group

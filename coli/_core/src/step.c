@@ -19,6 +19,7 @@ typedef struct ctx {
     int tid;             /* of the region: scratch, counters */
     int rank, n_threads; /* among the active threads: shares of work */
     int first, last;     /* operations of this run */
+    const coli_given *given; /* what MOE takes in place of NORM2's; else NULL */
     coli_hint hint;
     uint32_t phase;
     int64_t bytes;
@@ -192,6 +193,8 @@ static void deltanet_conv(ctx *c, const coli_layer *l, int part_no, int piece)
     float *ring = part->seq->conv[l->state_index];
     int n_qk = g->dn_k_heads, taps = g->conv_taps;
     int64_t channels = g->conv_channels;
+    if (!ring)
+        return;
     /* pieces: every q head, every k head, then the v of every value head */
     int c0, c1;
     if (piece < 2 * n_qk) {
@@ -244,7 +247,10 @@ static void deltanet_head(ctx *c, const coli_layer *l, int part_no, int head)
     coli_buffers *b = c->b;
     const coli_part *part = &c->r->batch.parts[part_no];
     int dk = g->dn_k_dim, dv = g->dn_v_dim, key_head = head / (g->dn_v_heads / g->dn_k_heads);
-    float *state = part->seq->state[l->state_index] + (int64_t)head * dk * dv;
+    float *state = part->seq->state[l->state_index];
+    if (!state)
+        return;
+    state += (int64_t)head * dk * dv;
     for (int i = 0; i < part->n_rows; i++) {
         int row = part->first_row + i;
         const float *u = row_of(b->conv, g->conv_channels, row);
@@ -279,6 +285,11 @@ static void deltanet_core(ctx *c, const coli_layer *l)
 
 /* ---- attention ---------------------------------------------------------------------------------------- */
 
+static inline int keeps_kv(const coli_seq *seq, const coli_layer *l)
+{
+    return seq->k_blocks[l->state_index * seq->max_blocks] != NULL;
+}
+
 static inline void *kv_head(const coli_geometry *g, void **blocks, int64_t max_blocks, int layer, int64_t chunk, int head)
 {
     size_t bytes = (size_t)head * COLI_KV_BLOCK * g->head_dim * (g->kv_f16 ? 2 : 4);
@@ -297,6 +308,8 @@ static void attention_prepare(ctx *c, const coli_layer *l, int row, int head)
     const float *sin_ = c->r->batch.rope_sin + position * g->rotary_half;
     int d = g->head_dim;
     const float *proj = row_of(b->proj, b->proj_pad, row);
+    if (!keeps_kv(part->seq, l))
+        return;
     if (head < g->n_q_heads) {
         float *q = row_of(b->q, g->n_q_heads * d, row) + head * d;
         k->rmsnorm(proj + (int64_t)head * 2 * d, l->q_norm, d, g->eps, q);
@@ -346,6 +359,8 @@ static void attention_whole(ctx *c, const coli_layer *l, int row, int kv)
     int d = g->head_dim, per = g->n_q_heads / g->n_kv_heads;
     float *scores = b->scores + (int64_t)c->tid * per * b->score_stride;
     float max[64], sum[64], *part_o = (float *)c->scratch;
+    if (!keeps_kv(seq, l))
+        return;
     for (int h = 0; h < per; h++)
         max[h] = -INFINITY, sum[h] = 0.0f;
     for (int64_t ch = 0; ch < chunks; ch++) {
@@ -455,7 +470,7 @@ static void attention_core(ctx *c, const coli_layer *l)
         attention_prepare(c, l, item / heads, item % heads);
     barrier(c);
     int64_t n_context = batch->parts[0].position + 1;
-    if (batch->n_rows > 1 || n_context < SPLIT_CONTEXT || c->n_threads == 1) {
+    if (batch->n_rows > 1 || n_context < SPLIT_CONTEXT || c->n_threads == 1 || !keeps_kv(batch->parts[0].seq, l)) {
         FOR_ITEMS(c, batch->n_rows * n_kv, item)
             attention_whole(c, l, item / n_kv, item % n_kv);
         barrier(c);
@@ -797,10 +812,23 @@ static void moe_rows(ctx *c, const coli_layer *l)
     barrier(c);
 }
 
+static void take_row(coli_runner *r, const coli_given *given, int row)
+{
+    float *xn = row_of(r->b.xn, r->b.hidden_pad, row);
+    memcpy(xn, given->xn + row * given->xn_stride, (size_t)r->net->g.hidden_size * sizeof *xn);
+    r->k->quantize(xn, r->net->g.hidden_size, &r->b.acts, row);
+}
+
 /* is_grouped : NORM2 of this run has ordered the ranks by expert. */
 static void moe(ctx *c, const coli_layer *l, int is_grouped)
 {
-    if (!is_grouped) /* somebody may have marked ranks as external in between */
+    if (c->given) { /* whose ranks are in order already, and a lone row is there too */
+        if (c->r->batch.n_rows > 1) {
+            FOR_ITEMS(c, c->r->batch.n_rows, row)
+                take_row(c->r, c->given, row);
+            barrier(c);
+        }
+    } else if (!is_grouped) /* somebody may have marked ranks as external in between */
         coli_barrier(c->r->team, c->tid, NULL, group_by_expert, c->r);
     if (c->r->batch.n_rows == 1 && is_r16(&l->shared.gate) && is_r16(&l->experts.gate))
         moe_one_row(c, l);
@@ -924,7 +952,7 @@ void coli_embed(coli_runner *r)
                                           row_of(r->b.x, r->b.hidden_pad, row), m->cols);
 }
 
-void coli_run_ops(coli_runner *r, int first, int last)
+static void run_region(coli_runner *r, int first, int last, const coli_given *given)
 {
     uint32_t phase = r->team->phase;
     coli_team_begin(r->team);
@@ -934,7 +962,7 @@ void coli_run_ops(coli_runner *r, int first, int last)
 #endif
     {
         ctx c = {.r = r, .k = r->k, .net = r->net, .b = &r->b, .tid = omp_get_thread_num(),
-                 .n_threads = r->team->n_active, .first = first, .last = last, .phase = phase};
+                 .n_threads = r->team->n_active, .first = first, .last = last, .given = given, .phase = phase};
         c.rank = r->team->shares[c.tid].rank;
         c.scratch = r->b.scratch + c.tid * r->b.scratch_bytes;
         if (c.rank >= 0) /* a parked thread sits this run out */
@@ -944,6 +972,25 @@ void coli_run_ops(coli_runner *r, int first, int last)
         if (c.tid == 0)
             r->team->phase = c.phase;
     }
+}
+
+void coli_run_ops(coli_runner *r, int first, int last) { run_region(r, first, last, NULL); }
+
+int coli_run_moe(coli_runner *r, int layer, const coli_given *given)
+{
+    const coli_geometry *g = &r->net->g;
+    size_t n = (size_t)r->batch.n_rows * g->top_k;
+    for (size_t i = 0; i < n; i++)
+        if ((uint32_t)given->top_idx[i] >= (uint32_t)g->n_experts)
+            return 1;
+    memcpy(r->b.top_idx, given->top_idx, n * sizeof *given->top_idx);
+    memmove(r->b.external, given->external, n); /* the caller may have filled the buffer itself */
+    if (r->batch.n_rows == 1)
+        take_row(r, given, 0);
+    group_by_expert(r);
+    int number = layer * COLI_N_OPS + COLI_MOE;
+    run_region(r, number, number + 1, given);
+    return 0;
 }
 
 /* ---- the ruler --------------------------------------------------------------------------------------------- */

@@ -68,7 +68,8 @@ typedef struct coli_network {
     const float *norm; /* 1 + w */
 } coli_network;
 
-/* State of one sequence after `position` tokens. */
+/* State of one sequence after `position` tokens. NULL where a layer's state is elsewhere: then the core of that layer
+ * passes this sequence by, and leaves its rows of o as they were. */
 typedef struct coli_seq {
     float **state;    /* per DeltaNet layer: (dn_v_heads, dk, dv) */
     float **conv;     /* per DeltaNet layer: (conv_taps, channels): raw rows, row p % taps is position p */
@@ -145,10 +146,22 @@ typedef struct coli_runner {
     coli_read_xor_fn read;       /* the ruler's kernel */
 } coli_runner;
 
+/* Rows of one layer that somebody else has chosen the experts of: the MOE operation on its own. */
+typedef struct coli_given {
+    const float *xn; /* (rows, hidden_size), rows xn_stride apart */
+    int64_t xn_stride;
+    const int32_t *top_idx;  /* (rows, top_k) */
+    const uint8_t *external; /* (rows, top_k) */
+} coli_given;
+
 /* Embed the batch's rows into x. */
 void coli_embed(coli_runner *r);
 /* Run the operations [first, last) with the team, one parallel region. */
 void coli_run_ops(coli_runner *r, int first, int last);
+
+/* MOE of a layer for the batch's rows as given, instead of what NORM2 would have left: expert_y, slot_of, shared_y.
+ * xn, top_idx and external are overwritten. 0; or 1 where an expert's number is out of range: nothing was done. */
+int coli_run_moe(coli_runner *r, int layer, const coli_given *given);
 
 /* The ruler: xor n buffers of the given sizes with the runner's team, cut and walked as a lone row's products walk
  * their matrices (a share a thread, four streams, the same prefetch, the same stealing). */

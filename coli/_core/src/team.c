@@ -15,6 +15,7 @@ static int omp_get_thread_num(void) { return 0; }
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #else
@@ -63,8 +64,10 @@ coli_team *coli_team_new(int n_threads)
     memset(memory, 0, sizeof(coli_team));
     coli_team *t = memory;
     t->n_threads = t->n_active = n_threads;
-    for (int i = 0; i < n_threads; i++)
+    for (int i = 0; i < n_threads; i++) {
         t->shares[i].rank = i;
+        t->shares[i].cpu = -1;
+    }
     t->spin_ns = 50000;
     t->yields = 1;
     return t;
@@ -74,7 +77,7 @@ void coli_team_free(coli_team *t) { free(t); }
 
 /* ---- barrier -------------------------------------------------------------------------------------- */
 
-static void sleep_on(atomic_int *word, int value)
+static void sleep_on(atomic_uint *word, unsigned value)
 {
 #if defined(__linux__)
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
@@ -85,7 +88,7 @@ static void sleep_on(atomic_int *word, int value)
 #endif
 }
 
-static void wake_all(atomic_int *word)
+static void wake_all(atomic_uint *word)
 {
 #if defined(__linux__)
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0);
@@ -102,61 +105,137 @@ static int64_t now_ns(void)
 }
 
 /* A thread that keeps everyone waiting for longer than any item takes has lost its core to somebody else. */
+#ifndef LONG_WAIT_NS /* a test on a busy machine needs more of everything */
 #define LONG_WAIT_NS 400000
-#define STRIKES 3              /* in one window, then it is parked */
 #define WINDOW_NS 500000000
+#endif
+#define STRIKES 3              /* in one window, then it is parked */
 #define PARK_NS 1000000000     /* then it is tried again: that costs a few long waits, one in a hundred */
+
+static void park(coli_team *t, coli_share *s, int64_t now)
+{
+    s->parked_until_ns = now + PARK_NS;
+    atomic_store_explicit(&s->strikes, 0, memory_order_relaxed);
+    t->parked_times++;
+}
+
+/* Pin a thread (0: the calling one) to one CPU. Returns 0 or an errno. */
+static int pin(int64_t thread, int cpu)
+{
+#if defined(__linux__)
+    cpu_set_t *set = CPU_ALLOC(cpu + 1);
+    size_t size = CPU_ALLOC_SIZE(cpu + 1);
+    int error = 0;
+    if (!set)
+        return ENOMEM;
+    CPU_ZERO_S(size, set);
+    CPU_SET_S(cpu, size, set);
+    if (sched_setaffinity((pid_t)thread, size, set))
+        error = errno;
+    CPU_FREE(set);
+    return error;
+#else
+    (void)thread;
+    (void)cpu;
+    return ENOSYS;
+#endif
+}
+
+/* Thread 0, which calls this, changes cores with the last worker that has kept its own. Returns it, or NULL. */
+static coli_share *change_cores(coli_team *t, int64_t now)
+{
+    coli_share *zero = &t->shares[0];
+    for (int i = t->n_threads - 1; i > 0; i--) {
+        coli_share *s = &t->shares[i];
+        if (zero->cpu < 0 || s->cpu < 0 || s->cpu == zero->cpu || s->parked_until_ns > now ||
+            atomic_load_explicit(&s->strikes, memory_order_relaxed) >= STRIKES)
+            continue;
+        if (pin(0, s->cpu)) /* a mask or a cpuset has changed: stay */
+            return NULL;
+        int cpu = zero->cpu;
+        zero->cpu = s->cpu;
+        if (!pin(s->thread, cpu))
+            s->cpu = cpu;
+        return s;
+    }
+    return NULL;
+}
 
 void coli_team_begin(coli_team *t)
 {
-    int64_t now = now_ns();
-    int parked = 0, rank = 0, new_window = now - t->window_ns > WINDOW_NS;
     if (t->n_threads == 1)
         return;
+    int64_t now = now_ns();
+    int parked = 0, rank = 0, most = t->n_threads / 2, new_window = now - t->window_ns > WINDOW_NS;
     for (int i = 1; i < t->n_threads; i++)
         parked += t->shares[i].parked_until_ns > now;
     for (int i = 0; i < t->n_threads; i++) {
         coli_share *s = &t->shares[i];
         int strikes = atomic_load_explicit(&s->strikes, memory_order_relaxed);
-        if (i > 0 && strikes >= STRIKES && s->parked_until_ns <= now && parked < t->n_threads / 2) {
-            s->parked_until_ns = now + PARK_NS;
-            t->parked_times++;
-            parked++;
-            strikes = 0;
+        if (strikes >= STRIKES && s->parked_until_ns <= now && parked < most) {
+            coli_share *out = i ? s : change_cores(t, now);
+            if (out) {
+                park(t, out, now);
+                parked++;
+            }
             atomic_store_explicit(&s->strikes, 0, memory_order_relaxed);
-        }
-        if (new_window && strikes)
+        } else if (new_window && strikes)
             atomic_store_explicit(&s->strikes, 0, memory_order_relaxed);
-        s->rank = s->parked_until_ns > now ? -1 : rank++;
     }
+    for (int i = 0; i < t->n_threads; i++)
+        t->shares[i].rank = t->shares[i].parked_until_ns > now ? -1 : rank++;
     if (new_window)
         t->window_ns = now;
     t->n_active = rank;
 }
 
-/* Who has not come to the barrier of this epoch; strikes for them if the wait was long. One waiter reports. */
-static void report_late(coli_team *t, int epoch, const int *late, int n_late)
+/* Whether the calling thread has waited for anything since it last asked. Between two barriers that is a page that has
+ * to be read (whoever reads it: faults that find another's read under way are no major ones); a thread that lost its
+ * core waits for nothing, the system takes the core away. */
+static int has_waited(coli_share *s)
 {
-    int seen = atomic_load_explicit(&t->reported, memory_order_relaxed);
-    if (epoch + 1 - seen > 0 && /* not one that somebody has reported since */
-        atomic_compare_exchange_strong_explicit(&t->reported, &seen, epoch + 1, memory_order_relaxed, memory_order_relaxed))
-        for (int i = 0; i < n_late; i++)
-            atomic_fetch_add_explicit(&t->shares[late[i]].strikes, 1, memory_order_relaxed);
+#if defined(__linux__)
+    struct rusage used;
+    if (getrusage(RUSAGE_THREAD, &used) == 0) {
+        int more = used.ru_nvcsw != s->waits;
+        s->waits = used.ru_nvcsw;
+        return more;
+    }
+#endif
+    (void)s;
+    return 0;
 }
 
-static int find_late(coli_team *t, int epoch, int *late, int most)
+/* Called by a thread that finds somebody asleep at a barrier: when it came, unless it was a page that kept it. */
+static void note_late(coli_share *s, unsigned epoch)
 {
-    int n = 0;
-    for (int i = 0; i < t->n_threads && n < most; i++)
-        if (t->shares[i].rank >= 0 && atomic_load_explicit(&t->shares[i].at, memory_order_relaxed) != epoch + 1)
-            late[n++] = i;
-    return n;
+    if (has_waited(s))
+        return;
+    atomic_store_explicit(&s->came_ns, now_ns(), memory_order_relaxed);
+    atomic_store_explicit(&s->came_late, epoch + 1, memory_order_relaxed);
+}
+
+/* A strike for each thread that a waiter (since began) waited long for at the barrier of this epoch. One reports. */
+static void report_late(coli_team *t, unsigned epoch, int64_t began)
+{
+    unsigned seen = atomic_load_explicit(&t->reported, memory_order_relaxed);
+    if ((int)(epoch + 1 - seen) <= 0 || /* somebody has reported this one, or one since */
+        !atomic_compare_exchange_strong_explicit(&t->reported, &seen, epoch + 1, memory_order_relaxed,
+                                                 memory_order_relaxed))
+        return;
+    for (int i = 0; i < t->n_threads; i++) {
+        coli_share *s = &t->shares[i];
+        if (s->rank >= 0 && atomic_load_explicit(&s->came_late, memory_order_relaxed) == epoch + 1 &&
+            atomic_load_explicit(&s->came_ns, memory_order_relaxed) - began > LONG_WAIT_NS)
+            atomic_fetch_add_explicit(&s->strikes, 1, memory_order_relaxed);
+    }
 }
 
 void coli_barrier(coli_team *t, int tid, coli_hint *hint, void (*then)(void *), void *arg)
 {
-    int epoch = atomic_load_explicit(&t->epoch, memory_order_relaxed);
-    atomic_store_explicit(&t->shares[tid].at, epoch + 1, memory_order_relaxed);
+    unsigned epoch = atomic_load_explicit(&t->epoch, memory_order_relaxed);
+    if (t->judges && atomic_load_explicit(&t->sleepers, memory_order_relaxed))
+        note_late(&t->shares[tid], epoch); /* before it has arrived: who reports it looks behind that */
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->n_active - 1) {
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         if (then)
@@ -192,14 +271,14 @@ void coli_barrier(coli_team *t, int tid, coli_hint *hint, void (*then)(void *), 
                 sched_yield();
         }
     }
-    int late[4], n_late = find_late(t, epoch, late, 4);
     atomic_fetch_add_explicit(&t->sleepers, 1, memory_order_seq_cst);
     while (atomic_load_explicit(&t->epoch, memory_order_seq_cst) == epoch)
         sleep_on(&t->epoch, epoch);
     atomic_fetch_sub_explicit(&t->sleepers, 1, memory_order_relaxed);
+    has_waited(&t->shares[tid]); /* this sleep is no page */
     /* until the late one came, not until this waiter got its own core back */
     if (t->judges && atomic_load_explicit(&t->released_ns, memory_order_relaxed) - began > LONG_WAIT_NS)
-        report_late(t, epoch, late, n_late);
+        report_late(t, epoch, began);
 }
 
 /* ---- binding --------------------------------------------------------------------------------------- */
@@ -215,19 +294,13 @@ int coli_team_pin(coli_team *t, const int *cpus)
 #pragma omp parallel num_threads(t->n_threads)
 #endif
     {
-        int cpu = cpus[omp_get_thread_num()];
-        if (cpu >= 0) {
-            cpu_set_t *set = CPU_ALLOC(cpu + 1);
-            size_t size = CPU_ALLOC_SIZE(cpu + 1);
-            if (set) {
-                CPU_ZERO_S(size, set);
-                CPU_SET_S(cpu, size, set);
-                if (sched_setaffinity(0, size, set))
-                    atomic_store(&failed, errno);
-                CPU_FREE(set);
-            } else
-                atomic_store(&failed, ENOMEM);
-        }
+        coli_share *s = &t->shares[omp_get_thread_num()];
+        int cpu = cpus[omp_get_thread_num()], error = cpu < 0 ? 0 : pin(0, cpu);
+        if (error)
+            atomic_store(&failed, error);
+        else
+            s->cpu = cpu;
+        s->thread = syscall(SYS_gettid);
     }
 #else
     (void)t;

@@ -15,9 +15,13 @@
 
 typedef struct coli_share {
     _Alignas(COLI_LINE) _Atomic uint64_t claim; /* phase << 32 | next item of this thread's share */
-    _Alignas(COLI_LINE) atomic_int at;          /* barriers this thread has come to: who is missing at one */
-    atomic_int strikes;                         /* long waits for this thread in the present window */
+    _Alignas(COLI_LINE) atomic_int strikes;                       /* long waits for this thread in the present window */
+    atomic_uint came_late;                      /* the last barrier at which it found a sleeper, ... */
+    _Atomic int64_t came_ns;                    /* ... and when; it was no page from disk that kept it */
+    int64_t waits;                              /* how often it had waited for anything when it last looked */
     int rank;                                   /* among the active threads, or -1 while it is parked */
+    int cpu;                                    /* where it is pinned, or -1 */
+    int64_t thread;                             /* the system's number of it, where it is pinned */
     int64_t parked_until_ns;
 } coli_share;
 
@@ -38,9 +42,9 @@ typedef struct coli_team {
     _Atomic int64_t released_ns; /* when the last arrival opened a barrier at which somebody slept */
     int64_t parked_times; /* how often a thread was parked, for the stats */
     _Alignas(COLI_LINE) atomic_int arrived;
-    _Alignas(COLI_LINE) atomic_int epoch; /* futex word: counts barriers */
+    _Alignas(COLI_LINE) atomic_uint epoch; /* futex word: counts barriers, and wraps around */
     atomic_int sleepers;
-    atomic_int reported; /* the last epoch for which somebody gave strikes */
+    atomic_uint reported; /* the last epoch for which somebody gave strikes */
     coli_share shares[COLI_MAX_THREADS];
 } coli_team;
 
@@ -61,7 +65,9 @@ int coli_team_fp_ok(coli_team *t);
 int coli_has_openmp(void);
 
 /* Called before a region: parks threads that the others had to wait for (their core is somebody else's at the
- * moment), takes back those that have sat out, and numbers the active ones. Thread 0 is never parked. */
+ * moment), takes back those that have sat out, and numbers the active ones. Who came late because it waited for a
+ * page from disk has kept its core and is not parked. Thread 0 starts and ends every region, so it is never parked:
+ * it changes cores with a pinned worker, who sits out on the core that was lost. A team of one has nobody who waits. */
 void coli_team_begin(coli_team *t);
 
 /* Wait for all active threads; the last one to arrive first runs then(arg), alone, if then is given.
