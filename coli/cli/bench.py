@@ -12,14 +12,25 @@ from coli.errors import RequestError
 
 HELP = "measure a model's speed, or the kernels' beside the memory's; compare two records"
 
+_SIZES = {"prompt_tokens": (512, 16), "decode_tokens": (64, 48), "repeats": (5, 2)}  # plain, and with --calibrate
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="what to measure (default demo)")
     parser.add_argument("--kernels", action="store_true", help="the products of a 35B token instead of a model")
     parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="two records of --json; measures nothing")
-    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="length of the prompt (512)")
-    parser.add_argument("--decode-tokens", type=int, default=64, metavar="N", help="tokens decoded a repeat (64)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="repeats; figures are medians (5)")
+    parser.add_argument(
+        "--calibrate", action="store_true",
+        help="off, auto and lists in several allowances (--vram A,B,...), predicted beside measured, bits compared",
+    )  # fmt: skip
+    for flag, what, default, calibrating in (
+        ("--prompt-tokens", "length of the prompt", *_SIZES["prompt_tokens"]),
+        ("--decode-tokens", "tokens decoded a repeat", *_SIZES["decode_tokens"]),
+        ("--repeats", "repeats; figures are medians", *_SIZES["repeats"]),
+    ):
+        parser.add_argument(
+            flag, type=int, metavar="N", help=f"{what} ({default}; {calibrating} with --calibrate)"
+        )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     add_loading(parser)
 
@@ -30,11 +41,17 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         print(compare(*(read_record(path) for path in args.compare)))
         return 0
-    for flag in ("prompt_tokens", "decode_tokens", "repeats"):
+    for flag, sizes in _SIZES.items():
+        if getattr(args, flag) is None:
+            setattr(args, flag, sizes[args.calibrate])
         if getattr(args, flag) < 1:
             raise RequestError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}; expected at least 1", flag)
     if args.kernels:
         return _kernels(args)
+    if args.calibrate:
+        from coli.cli import calibrate
+
+        return calibrate.run(args)
     with load_model(args) as model:
         least = 2 * max(args.repeats, 5) + 4
         if model.context < least:

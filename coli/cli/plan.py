@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
-
 from coli import settings
+from coli.cli import common
 from coli.errors import ModelError, RequestError
 from coli.log import logger
 from coli.placement import (
@@ -20,15 +19,17 @@ from coli.placement import (
     DeviceFacts,
     ModelShape,
     Plan,
+    Probe,
     budget_table,
     default_reserve_bytes,
     place_lines,
     plan,
+    with_whole_layers,
 )
 
 HELP = "Show what would lie on which device, and why, with sums that add up. Needs no GPU and no weights."
 
-_DEVICE_FORM = 'NAME=FREE[:GBPS[:LATENCY_US]], such as "RTX 3070=7.5GiB:448:10"'
+_DEVICE_FORM = 'NAME=FREE[:GBPS[:LATENCY_US[:LAYER_US]]], such as "RTX 3070=7.5GiB:448:10:40"'
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
@@ -41,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help=f"plan for this card, and none of this machine's; may be repeated: {_DEVICE_FORM}; FREE as 8GiB or bytes",
+        help=f"plan for this card, and none of this machine's; may be repeated: {_DEVICE_FORM}; FREE as 8GiB or bytes; "
+        "LAYER_US is what a layer that it takes whole costs besides its bytes",
     )
     parser.add_argument(
         "--cpu",
@@ -51,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("place", "devices", "vram", "heat", "context"):
         setting = settings.BY_NAME[name]
         parser.add_argument(setting.flag, metavar=name.upper(), help=setting.reason.replace("%", "%%"))
+    common.add_reprobe(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of its table")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw what lies where, and a token's milliseconds, as FILE.png (or .svg, .pdf)"
+    )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="a line for each component, and each alternative with its speed"
     )
@@ -59,19 +65,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The ``[place]`` lines go to standard error, the table (or JSON) to standard output."""
+    if args.plot is not None:
+        from coli.cli.plan_plot import check
+
+        check(args.plot)  # before anything is measured
     shape = read_shape(args.model)
     cpu = None if args.cpu is None else CpuFacts(_number("--cpu", args.cpu, "GB/s, such as 40"))
+    place, context = settings.get("place", args.place), _context(args.context, shape)
+    devices, probe = _machine(args, place, cpu)
     made = plan(
         shape,
-        _devices(args.device, args.devices, args.vram, speeds=cpu is not None),
-        place=settings.get("place", args.place),
+        [with_whole_layers(facts, shape, place, context) if facts.whole_layers else facts for facts in devices],
+        place=place,
         heat=read_heat(args.heat, shape),
+        probe=probe,
         cpu=cpu,
-        context=_context(args.context, shape),
+        context=context,
     )
     log = logger("place")
     for line in place_lines(made, each=args.verbose):
         log.info(line)
+    if args.plot is not None:
+        from coli.cli.plan_plot import draw
+
+        draw(made, args.model, args.plot)
+        log.info("drawn: %s", args.plot)
     print(json.dumps({"model": args.model} | made.to_dict(), indent=1) if args.json else _text(made))
     return 0
 
@@ -83,9 +101,15 @@ def read_shape(model: str) -> ModelShape:
     """
     from coli.config import read_json_object
     from coli.container.reader import Container
+    from coli.convert.gguf_file import is_gguf
     from coli.convert.resolve import find_model, is_container
 
     path = Path(model).expanduser()
+    if is_gguf(path):
+        from coli.convert.gguf import GgufCheckpoint
+
+        with GgufCheckpoint(find_model(model)) as checkpoint:
+            return ModelShape.from_config(json.loads(checkpoint.extra_files()["config.json"]))
     if not path.is_file():
         path = find_model(model)
         if is_container(path):
@@ -119,32 +143,46 @@ def parse_device(text: str) -> DeviceFacts:
     """One ``--device``, with the default reserve.  The name may hold anything, ``=`` and ``:`` too."""
     name, equals, spec = text.rpartition("=")
     free, *speeds = spec.split(":")
-    if not equals or not name or len(speeds) > 2:
+    if not equals or not name or len(speeds) > 3:
         raise RequestError(f"--device {text!r}: expected {_DEVICE_FORM}", param="device")
     try:
         free_bytes = settings.parse_bytes(free)
     except ValueError as error:
         raise RequestError(f"--device {text!r}: FREE is {free!r}; expected {error}", param="device") from None
-    what = ("GBPS, such as 448", "LATENCY_US, such as 10")
-    numbers = [_number(f"--device {text!r}", *pair) for pair in zip(speeds, what, strict=False)] + [None, None]
-    return DeviceFacts(
-        name, free_bytes, reserve_bytes=default_reserve_bytes(free_bytes), gb_s=numbers[0], latency_us=numbers[1]
-    )
+    what = {"gb_s": "GBPS, such as 448", "latency_us": "LATENCY_US, such as 10", "layer_us": "LAYER_US, such as 40"}
+    numbers = {
+        field: _number(f"--device {text!r}", speed, expected)
+        for (field, expected), speed in zip(what.items(), speeds, strict=False)
+    }
+    return DeviceFacts(name, free_bytes, reserve_bytes=default_reserve_bytes(free_bytes), **numbers)
 
 
-def _devices(given: Sequence[str], devices: str | None, vram: str | None, *, speeds: bool) -> list[DeviceFacts]:
-    """The cards to plan for: those that are described, else this machine's."""
-    if given:
-        for flag, value in (("--devices", devices), ("--vram", vram)):
-            if value is not None:
-                raise RequestError(f"{flag} is about this machine's cards, --device describes others: use one of them")
-        return [parse_device(text) for text in given]
+def _machine(args: argparse.Namespace, place: str, cpu: CpuFacts | None) -> tuple[list[DeviceFacts], Probe | None]:
+    """The cards to plan for, those that are described or else this machine's; and these ones' figures, if any."""
+    if args.device:
+        for flag in ("devices", "vram"):
+            if getattr(args, flag) is not None:
+                raise RequestError(
+                    f"--{flag} is about this machine's cards, --device describes others: use one of them"
+                )
+        if args.reprobe:
+            raise RequestError("--reprobe measures this machine's cards, --device describes others: use one of them")
+        return [parse_device(text) for text in args.device], None
     from coli.devices.choose import choose_devices
 
-    allowed = settings.get("vram", vram)
-    chosen = choose_devices(settings.get("devices", devices))
+    allowed = settings.get("vram", args.vram)
+    chosen = choose_devices(settings.get("devices", args.devices))
     try:
-        return [DeviceFacts.from_device(device, allowed, speeds=speeds) for device in chosen]
+        probe = None
+        if chosen and cpu is None:  # a speed that is given is what to plan with
+            from coli.cli.figures import figures_beside
+
+            if args.reprobe:
+                from coli.probing import forget
+
+                forget()
+            probe = figures_beside(chosen, anyway=args.reprobe or place == "auto:time")
+        return [DeviceFacts.from_device(device, allowed, speeds=cpu is not None) for device in chosen], probe
     finally:
         for device in chosen:
             device.close()

@@ -43,6 +43,7 @@ class ModelShape:
     cpu_bytes_ratio : bytes that the CPU reads for an expert over ``expert_bytes``.
     kv_bytes_per_position : keys and values of one position, all attention layers.
     state_bytes : recurrent state of one sequence, whatever its length.
+    vector_bytes : what a card keeps beside the projections of all DeltaNet layers, and of all attention layers.
     rest_bytes : what the CPU reads for each token and no plan moves (router, norms, gates, one embedding row).
     max_context : the longest context that the model was made for; None where it is not known.
 
@@ -59,6 +60,7 @@ class ModelShape:
     cpu_bytes_ratio: float = 1.0
     kv_bytes_per_position: int = 0
     state_bytes: int = 0
+    vector_bytes: tuple[int, int] = (0, 0)
     rest_bytes: int = 0
     max_context: int | None = None
 
@@ -203,6 +205,7 @@ class ModelShape:
             cpu_bytes_ratio=cpu_bytes_ratio,
             kv_bytes_per_position=geometry.kv_bytes_per_position(kv_number_bytes),
             state_bytes=geometry.state_bytes,
+            vector_bytes=geometry.vector_bytes,
             rest_bytes=rest_bytes,
             max_context=geometry.max_position_embeddings,
         )

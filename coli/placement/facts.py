@@ -10,6 +10,9 @@ from typing import Any
 
 from coli.errors import PlacementError
 
+# The kinds of layers that a card may take whole, by the name of their first projection: DeltaNet and attention.
+LAYER_KINDS = ("dnproj", "attnproj")
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -19,6 +22,8 @@ class DeviceFacts:
     runtime_bytes, staging_bytes : what the runtime's context and the copy buffers will take of the rest.
     uuid, pci_bus_id : its identity, for the lines.
     gb_s : bytes it reads, in GB/s (10**9).   latency_us : one round trip.  None where nothing was measured.
+    layer_us : what a whole layer takes there besides reading its weights; None for a card that takes none.
+    whole_layers : the kinds that it may take whole, of LAYER_KINDS, if it takes any.
 
     Raises PlacementError naming the device and the field.
     """
@@ -33,12 +38,17 @@ class DeviceFacts:
     pci_bus_id: str | None = None
     gb_s: float | None = None
     latency_us: float | None = None
+    layer_us: float | None = None
+    whole_layers: tuple[str, ...] = LAYER_KINDS
 
     def __post_init__(self) -> None:
         for field in ("free_bytes", "reserve_bytes", "runtime_bytes", "staging_bytes"):
             object.__setattr__(self, field, _bytes(self.name, field, getattr(self, field)))
         _check_speed(self.name, "gb_s", self.gb_s, zero=False)
         _check_speed(self.name, "latency_us", self.latency_us, zero=True)
+        _check_speed(self.name, "layer_us", self.layer_us, zero=True)
+        if not set(self.whole_layers) <= set(LAYER_KINDS):
+            raise PlacementError(f"{self.name}: whole_layers is {self.whole_layers!r}; expected some of {LAYER_KINDS}")
 
     @classmethod
     def from_device(cls, device: Any, vram: int | str = "auto", *, speeds: bool = False) -> DeviceFacts:
@@ -57,8 +67,10 @@ class DeviceFacts:
             free_bytes,
             reserve_bytes=reserve_bytes,
             runtime_bytes=runtime_bytes,
+            staging_bytes=getattr(device, "staging_bytes", 0),
             uuid=device.uuid,
             pci_bus_id=device.pci_bus_id,
+            whole_layers=LAYER_KINDS if hasattr(device, "mixer") else (),
             gb_s=getattr(device, "gb_s", None) if speeds else None,
             latency_us=getattr(device, "latency_us", None) if speeds else None,
         )

@@ -121,6 +121,14 @@ class Geometry:
         return numbers * _STORED_BYTES[self.stored]
 
     @property
+    def vector_bytes(self) -> tuple[int, int]:
+        """What a card keeps beside the projections of all DeltaNet layers, and of all attention layers, at most: the
+        float32 vectors between them, b and a, and the alignment of each."""
+        taps = 4 * self.linear_conv_kernel_dim * self._conv_channels
+        ba = 2 * self.linear_num_value_heads * 4 * self.hidden_size
+        return self.linear_layers * (taps + ba + 4096), self.full_layers * 8192
+
+    @property
     def _value_dim(self) -> int:
         return self.linear_num_value_heads * self.linear_value_head_dim
 

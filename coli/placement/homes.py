@@ -6,7 +6,7 @@ names, for each expert in heat order, the device it is resident on; homes of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from coli.placement.price import Expert, deal
 
@@ -15,9 +15,10 @@ Owners = list[int]
 ON_CPU = -1
 
 # How experts are dealt to devices: in proportion to their slots; so that all are done at the same time; or so, but
-# none to a device that would then take longer than the CPU with the others.
-BY_ROOM, BY_SPEED, BESIDE_CPU = "by room", "by speed", "beside the CPU"
-DEALINGS = (BY_ROOM, BY_SPEED, BESIDE_CPU)
+# none to a device that would then take longer than the CPU with the others; or to the card that takes their layer
+# whole, which then need not ask for them.
+BY_ROOM, BY_SPEED, BESIDE_CPU, WITH_LAYER = "by room", "by speed", "beside the CPU", "with their layers"
+DEALINGS = (BY_ROOM, BY_SPEED, BESIDE_CPU, WITH_LAYER)
 
 
 def slots_of(budgets: Sequence[int], slot_bytes: int, allowed: Collection[int]) -> list[int]:
@@ -39,10 +40,13 @@ def owners_by_room(n_experts: int, slots: Sequence[int]) -> Owners:
     return (deal(slots, min(total, n_experts)) + [ON_CPU] * n_experts)[:n_experts]
 
 
-def homes_of(ranked: Sequence[Expert], owners: Owners, slots: Sequence[int]) -> tuple[list[list[Expert]], list[int]]:
+def homes_of(
+    ranked: Sequence[Expert], owners: Owners, slots: Sequence[int], beside: Mapping[int, int] | None = None
+) -> tuple[list[list[Expert]], list[int]]:
     """The experts at home on each device, residents first and each part hottest first, and how many are resident.
 
     Who is not resident is at home in proportion to the slots, so that it can be promoted later.
+    beside : layer -> the device that its experts are at home on instead, where it holds any.
     """
     homes: list[list[Expert]] = [[] for _ in slots]
     waiting: list[Expert] = []
@@ -52,6 +56,11 @@ def homes_of(ranked: Sequence[Expert], owners: Owners, slots: Sequence[int]) -> 
     # A device that holds none though it could was left out on purpose.
     weights = [count if resident else 0 for count, resident in zip(slots, residents, strict=True)]
     if any(weights):
-        for expert, device in zip(waiting, deal(weights, len(waiting)), strict=True):
+        kept = {layer: device for layer, device in (beside or {}).items() if weights[device]}
+        for expert in waiting:
+            if expert.layer in kept:
+                homes[kept[expert.layer]].append(expert)
+        others = [expert for expert in waiting if expert.layer not in kept]
+        for expert, device in zip(others, deal(weights, len(others)), strict=True):
             homes[device].append(expert)
     return homes, residents

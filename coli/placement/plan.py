@@ -8,7 +8,7 @@ charged once.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,11 +21,12 @@ from coli.placement.decision import Decision
 from coli.placement.facts import CpuFacts, DeviceFacts
 from coli.placement.fixed import decide_list, decide_off
 from coli.placement.grammar import PlaceList, parse
-from coli.placement.homes import Owners, homes_of, owners_by_room, slots_of
+from coli.placement.homes import WITH_LAYER, Owners, homes_of, owners_by_room, slots_of
 from coli.placement.price import Expert, rank_experts
 from coli.placement.speeds import Probe, speeds_of
 from coli.placement.table import budget_table
 from coli.placement.timeauto import decisions_of, time_auto
+from coli.placement.timecandidate import dealt
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Plan:
     residents : experts of each device that fit: the first so many of its homes.
     prediction : the time of a token by part; None without speeds.
     alternatives : what else was looked at, the chosen one first.
+    ranked : all experts, hottest first.
     """
 
     shape: ModelShape
@@ -67,6 +69,7 @@ class Plan:
     residents: list[int]
     prediction: Prediction | None = None
     alternatives: tuple[Alternative, ...] = ()
+    ranked: Sequence[Expert] = field(default=(), repr=False)
 
     @cached_property
     def device_of(self) -> dict[tuple[str, int | None], int]:
@@ -180,6 +183,7 @@ def plan(
     probe: Probe | None = None,
     cpu: CpuFacts | None = None,
     context: int = 4096,
+    position: float | None = None,
 ) -> Plan:
     """Decide what lies where.
 
@@ -188,6 +192,7 @@ def plan(
     heat : counts [layer][expert]; None for an even router.
     probe, cpu : speeds, where they are known (a device's own are in its facts).
     context : positions of one sequence, for which the host has to have room.
+    position : how many of them a token looks back on, for the prediction; None for half of them.
 
     Raises PlacementError: a malformed list, a list or context that does not fit, heat of another model.
     """
@@ -195,7 +200,7 @@ def plan(
     _check_context(shape, context, cpu)
     ranked = rank_experts(shape, heat)
     speeds = speeds_of(devices, cpu, probe)
-    model = None if speeds is None else CostModel(shape, speeds, ranked, context)
+    model = None if speeds is None else CostModel(shape, speeds, ranked, context, position)
     rooms = [device.allowance_bytes for device in devices]
     if place is None or place == "auto":
         place = "auto:bytes" if model is None else "auto:time"
@@ -207,7 +212,10 @@ def plan(
         chosen = candidates[0]
         alternatives = tuple(Alternative(one.label, None, one.ms, one.used_devices) for one in candidates)
         decisions = decisions_of(model, rooms, chosen)
-        made = _finished(shape, devices, ranked, context, place, chosen.label, decisions, chosen.experts, chosen.owners)
+        beside = model.spans_of(chosen.device_of) if chosen.dealing == WITH_LAYER else None
+        made = _finished(
+            shape, devices, ranked, context, place, chosen.label, decisions, chosen.experts, chosen.owners, beside
+        )
         return replace(made, alternatives=alternatives, prediction=chosen.prediction)
 
     allowed, alternatives = tuple(range(len(devices))), ()
@@ -225,6 +233,15 @@ def plan(
     if model is None:
         return replace(made, alternatives=alternatives)
     prediction = model.predict(made.device_of, owners_by_room(len(ranked), made.slots))
+    if label == "list" and set(model.spans_of(made.device_of).values()).intersection(allowed):
+        # Which cards hold experts is the list's word, not which experts: those of a card's own layers spare questions.
+        owners = dealt(model, made.slots, made.device_of, WITH_LAYER)
+        other = model.predict(made.device_of, owners)
+        if other.ms_per_token < prediction.ms_per_token:
+            prediction, beside = other, model.spans_of(made.device_of)
+            made = _finished(
+                shape, devices, ranked, context, str(place), label, decisions, allowed, owners, beside
+            )  # fmt: skip
     if not alternatives:  # a list or off is never questioned, but what auto would take is said
         alternatives = tuple(
             Alternative(name, ms_per_token=of.ms_per_token)
@@ -243,6 +260,7 @@ def _finished(
     decisions: tuple[Decision, ...],
     allowed: tuple[int, ...],
     owners: Owners | None,
+    beside: Mapping[int, int] | None = None,
 ) -> Plan:
     """Charge what was decided, and fill what is left with experts (by room, where no owners are given)."""
     budgets = [device.allowance_bytes for device in devices]
@@ -251,8 +269,8 @@ def _finished(
             budgets[decision.device] -= decision.bytes
     slots = slots_of(budgets, shape.expert_bytes, allowed)
     owners = owners_by_room(len(ranked), slots) if owners is None else owners
-    homes, residents = homes_of(ranked, owners, slots)
-    return Plan(shape, devices, place, label, context, decisions, allowed, homes, budgets, residents)
+    homes, residents = homes_of(ranked, owners, slots, beside)
+    return Plan(shape, devices, place, label, context, decisions, allowed, homes, budgets, residents, ranked=ranked)
 
 
 def _check_context(shape: ModelShape, context: int, cpu: CpuFacts | None) -> None:

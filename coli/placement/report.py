@@ -11,7 +11,7 @@ from itertools import groupby
 from coli.placement import decision as why
 from coli.placement.decision import Decision
 from coli.placement.facts import device_label
-from coli.placement.plan import Plan
+from coli.placement.plan import Alternative, Plan
 
 _MIB = 1 << 20
 
@@ -23,8 +23,8 @@ def place_lines(plan: Plan, *, each: bool = False) -> list[str]:
     """
     lines = [_headline(plan)]
     if each:
-        lines += [f"looked at: {other.label} {_speed(other.ms_per_token)}" for other in plan.alternatives
-                  if other.ms_per_token is not None]  # fmt: skip
+        lines += [f"looked at: {other.label}{_left_out(plan, other)} {_speed(other.ms_per_token)}"
+                  for other in plan.alternatives if other.ms_per_token is not None]  # fmt: skip
     lines += [_verdict(plan, group) for group in _groups(plan.decisions, each)]
     lines += list(_experts(plan))
     lines.append(_bytes_per_token(plan))
@@ -58,6 +58,12 @@ def _headline(plan: Plan) -> str:
 
 def _speed(ms_per_token: float) -> str:
     return f"{ms_per_token:.2f} ms/token ({1e3 / ms_per_token:.1f} tok/s)"
+
+
+def _left_out(plan: Plan, other: Alternative) -> str:
+    """Which cards an alternative makes no use of, where it makes use of any."""
+    idle = [str(i) for i in range(len(plan.devices)) if i not in other.devices]
+    return f", {'+'.join(idle)} left out" if idle and other.devices else ""
 
 
 def _groups(decisions: Iterable[Decision], each: bool) -> Iterator[list[Decision]]:

@@ -1,16 +1,17 @@
 """How fast things are: time = latency + bytes / bandwidth, for the CPU and for each card.
 
 Figures come from a probe that was run before, or, coarser, from the facts that a person gives.  Nothing is measured
-here.
+here.  What is not known costs nothing: a card without a `SpanSpeed` takes no whole layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from coli.errors import PlacementError
-from coli.placement.facts import CpuFacts, DeviceFacts
+from coli.placement.facts import LAYER_KINDS, CpuFacts, DeviceFacts
 
 # A round trip to a card where none was measured: one graph, 8 KB up and down, PCIe 5 (docs/cuda.md).
 ROUND_TRIP_US = 10.0
@@ -37,19 +38,93 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class SpanSpeed:
+    """A card that takes whole layers, from residual stream to residual stream, one after the other.
+
+    deltanet_us, attention_us : what a layer takes besides reading its weights and its context: norms, router, the
+        starts of its kernels.
+    hop_us : the way into a run of layers and out of it.
+    ask_us : what the host's answer costs in a layer in which the card lacks an expert; the host's work apart.
+    kv_gb_s : what it reads of keys and values, in GB/s (10**9).
+    kinds : the layers that it may take, by the name of their first projection.
+    """
+
+    deltanet_us: float
+    attention_us: float
+    hop_us: float
+    ask_us: float
+    kv_gb_s: float
+    kinds: tuple[str, ...] = LAYER_KINDS
+
+    def __post_init__(self) -> None:
+        times = (self.deltanet_us, self.attention_us, self.hop_us, self.ask_us)
+        if not all(0 <= us < float("inf") for us in times) or not 0 < self.kv_gb_s < float("inf"):
+            raise PlacementError(f"a span's speed of {times} us and {self.kv_gb_s} GB/s; expected positive numbers")
+
+    def layer_us(self, kind: str) -> float:
+        """The fixed cost of a layer.   kind : one of LAYER_KINDS."""
+        return self.attention_us if kind == "attnproj" else self.deltanet_us
+
+
+@dataclass(frozen=True)
 class Speeds:
-    """One executor: a single matrix, and a group of routed experts, both with the way there and back."""
+    """One card: a single matrix and a group of routed experts, both with the way there and back; whole layers."""
 
     matrix: Speed
     experts: Speed
+    span: SpanSpeed | None = None
+
+
+@dataclass(frozen=True)
+class CpuSpeeds:
+    """The CPU: what it reads of matrices and of routed experts.
+
+    region_us : a region of the team, which every step on a card makes one more of.
+    layer_us : what a layer takes besides reading its weights and its context: norms, barriers.
+    state_gb_s : recurrent state that it moves on, read and written, in GB/s (10**9); None: as fast as it reads.
+    """
+
+    matrix: Speed
+    experts: Speed
+    region_us: float = 0.0
+    layer_us: float = 0.0
+    state_gb_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not all(0 <= us < float("inf") for us in (self.region_us, self.layer_us)):
+            raise PlacementError(
+                f"a region of {self.region_us} us, a layer of {self.layer_us}; expected positive numbers"
+            )
+        if self.state_gb_s is not None and not 0 < self.state_gb_s < float("inf"):
+            raise PlacementError(f"a state that moves at {self.state_gb_s} GB/s; expected a positive number")
+
+    def state_us(self, n_bytes: float) -> float:
+        """Microseconds of moving a state on.   n_bytes : read and written."""
+        return n_bytes / ((self.matrix.gb_s if self.state_gb_s is None else self.state_gb_s) * 1e3)
+
+
+def speeds_from_dict(fields: dict[str, Any]) -> Speeds | CpuSpeeds:
+    """What ``dataclasses.asdict`` made of either.  Raises PlacementError or TypeError for anything else."""
+    made = dict(fields)
+    for name in ("matrix", "experts"):
+        made[name] = Speed(**made[name])
+    if "region_us" in made:
+        return CpuSpeeds(**made)
+    if made.get("span") is not None:
+        made["span"] = SpanSpeed(**made["span"] | {"kinds": tuple(made["span"]["kinds"])})
+    return Speeds(**made)
 
 
 @dataclass(frozen=True)
 class Probe:
     """What was measured on this machine.   devices : in the order of the facts."""
 
-    cpu: Speeds
+    cpu: CpuSpeeds
     devices: tuple[Speeds, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON types."""
+        return asdict(self)
 
 
 def speeds_of(devices: Sequence[DeviceFacts], cpu: CpuFacts | None, probe: Probe | None) -> Probe | None:
@@ -60,11 +135,23 @@ def speeds_of(devices: Sequence[DeviceFacts], cpu: CpuFacts | None, probe: Probe
     if probe is not None:
         if len(probe.devices) != len(devices):
             raise PlacementError(f"the probe has {len(probe.devices)} devices, the plan {len(devices)}; probe again")
-        return probe
+        return Probe(probe.cpu, tuple(_allowed(one, facts) for one, facts in zip(probe.devices, devices, strict=True)))
     if cpu is None or cpu.gb_s is None or any(device.gb_s is None for device in devices):
         return None
-    made = []
-    for device in devices:
-        speed = Speed(device.gb_s, ROUND_TRIP_US if device.latency_us is None else device.latency_us)
-        made.append(Speeds(speed, speed))
-    return Probe(Speeds(Speed(cpu.gb_s), Speed(cpu.gb_s)), tuple(made))
+    return Probe(CpuSpeeds(Speed(cpu.gb_s), Speed(cpu.gb_s)), tuple(_of_facts(device) for device in devices))
+
+
+def _allowed(speeds: Speeds, facts: DeviceFacts) -> Speeds:
+    """Without the kinds of layers that a card could take whole and may not."""
+    if speeds.span is None:
+        return speeds
+    kinds = tuple(kind for kind in speeds.span.kinds if kind in facts.whole_layers)
+    return replace(speeds, span=replace(speeds.span, kinds=kinds) if kinds else None)
+
+
+def _of_facts(device: DeviceFacts) -> Speeds:
+    latency_us = ROUND_TRIP_US if device.latency_us is None else device.latency_us
+    speed, span = Speed(device.gb_s, latency_us), None
+    if device.layer_us is not None:
+        span = SpanSpeed(device.layer_us, device.layer_us, latency_us, latency_us, device.gb_s)
+    return _allowed(Speeds(speed, speed, span), device)

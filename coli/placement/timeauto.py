@@ -10,15 +10,17 @@ fastest is the plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from coli.placement.bytesauto import bytes_auto
 from coli.placement.cost import CostModel
 from coli.placement.decision import NO_DEVICE, NO_GAIN, NO_ROOM, PLACED, SLOWER, Decision
-from coli.placement.homes import BY_ROOM
-from coli.placement.timecandidate import Ground, TimedCandidate
+from coli.placement.homes import BY_ROOM, WITH_LAYER
+from coli.placement.timecandidate import Ground, TimedCandidate, key_of
+from coli.placement.timelayer import AverageLayer
 from coli.placement.timepolish import polished
-from coli.placement.timesearch import AverageLayer, Search, State
+from coli.placement.timesearch import Search, State
 
 # How many of the searches, the best by their first pass, are finished and priced; how many candidates are polished.
 _SEARCHES = 6
@@ -58,7 +60,7 @@ def _candidates(ground: Ground, layer: AverageLayer) -> list[TimedCandidate]:
 
 
 def _searched(ground: Ground, layer: AverageLayer) -> Iterator[TimedCandidate]:
-    """Experts on one card and trunk on another, for all such pairs; and the best of all cards together."""
+    """Experts on one card and trunk on another, for all such pairs; whole layers split; the best of all together."""
 
     def finished(search: Search, state: State) -> TimedCandidate:
         search.improve(state)
@@ -68,6 +70,18 @@ def _searched(ground: Ground, layer: AverageLayer) -> Iterator[TimedCandidate]:
     for experts, trunk in permutations(ground.fit, 2):
         search = Search(ground.model, layer, ground.rooms, (trunk,), (experts,), BY_ROOM)
         yield finished(search, search.greedy())
+        everything = {key_of(item): trunk for item in ground.model.shape.components}
+        if min(ground.left(everything)) >= 0:
+            label = f"{_label((trunk,), (experts,), BY_ROOM)}, the whole trunk"  # what a list would say
+            yield ground.priced(label, everything, (experts,), BY_ROOM)
+    spanning = tuple(i for i in ground.fit if ground.model.speeds.devices[i].span is not None)
+    if len(spanning) > 1:
+        search = Search(ground.model, layer, ground.rooms, spanning, spanning, WITH_LAYER)
+        made = finished(search, search.split())
+        takers = tuple(sorted({*ground.model.spans_of(made.device_of).values()}))
+        if len(takers) > 1:
+            made = replace(made, label=f"whole layers split over {_names(takers)}, experts {WITH_LAYER}")
+        yield made
     begun = []
     for experts in ground.expert_sets():
         state = None
@@ -80,15 +94,20 @@ def _searched(ground: Ground, layer: AverageLayer) -> Iterator[TimedCandidate]:
 
 
 def _label(trunk: tuple[int, ...], experts: tuple[int, ...], dealing: str) -> str:
-    def names(devices: tuple[int, ...]) -> str:
-        return "+".join(str(device) for device in devices) or "the CPU"
+    return f"trunk on {_names(trunk)}, experts on {_names(experts)}" + ("" if dealing == BY_ROOM else f" {dealing}")
 
-    return f"trunk on {names(trunk)}, experts on {names(experts)}" + ("" if dealing == BY_ROOM else f" {dealing}")
+
+def _names(devices: tuple[int, ...]) -> str:
+    return "+".join(str(device) for device in devices) or "the CPU"
 
 
 def decisions_of(model: CostModel, rooms: Sequence[int], chosen: TimedCandidate) -> tuple[Decision, ...]:
-    """The verdicts of a candidate, with what each component takes alone on the CPU and on its device (or the best)."""
+    """The verdicts of a candidate, with what each component takes alone on the CPU and on its device (or the best).
+
+    In a layer that its device takes whole that is without a way there and back.
+    """
     left = list(rooms)
+    spans = model.spans_of(chosen.device_of)
     decisions = []
     for item in model.shape.components:
         device = chosen.device_of.get((item.name, item.layer))
@@ -96,7 +115,9 @@ def decisions_of(model: CostModel, rooms: Sequence[int], chosen: TimedCandidate)
         us, asked = min(((model.component_us(item, i), i) for i in range(len(rooms))), default=(cpu_us, None))
         if device is not None:
             before, left[device] = left[device], left[device] - item.bytes
-            us = model.component_us(item, device)
+            layer = model.shape.layers - 1 if item.layer is None else item.layer
+            in_span = spans.get(layer) == device
+            us = model.in_span_us(item, device) if in_span else model.component_us(item, device)
             decisions.append(Decision(*item, device, PLACED, device, 0.0, 0, before, left[device], cpu_us, us))
         elif asked is None:
             decisions.append(Decision.on_cpu(item, NO_DEVICE))

@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import combinations
 
 from coli.placement.components import Component
-from coli.placement.cost import CostModel
+from coli.placement.cost import Assignment, CostModel
 from coli.placement.homes import ON_CPU
-from coli.placement.timecandidate import Assignment, Ground, Key, TimedCandidate, key_of
+from coli.placement.timecandidate import Ground, Key, TimedCandidate, key_of
 
 # How many experts may be priced for one start.
 _BUDGET = 60_000
@@ -45,16 +45,41 @@ def _neighbours(ground: Ground, at: TimedCandidate) -> Iterator[tuple[Assignment
     for experts in ground.expert_sets():
         for dealing in ground.dealings(experts):
             yield at.device_of, experts, dealing
+    if ground.model.has_spans:  # what lies on one card and what lies on another, as a whole
+        for one, other in combinations(ground.fit, 2):
+            there = {one: other, other: one}
+            swapped = {key: there.get(device, device) for key, device in at.device_of.items()}
+            if swapped != at.device_of and min(ground.left(swapped)) >= 0:
+                yield swapped, at.experts, at.dealing
     items = ground.model.shape.components
-    for item in items:
+    for keys in (*_whole_layers(ground.model), *((key_of(item),) for item in items)):
         for device in (None, *ground.fit):
-            if device != at.device_of.get(key_of(item)):
-                yield _forced(ground, at.device_of, {key_of(item): device}), at.experts, at.dealing
+            if any(device != at.device_of.get(key) for key in keys):
+                yield _forced(ground, at.device_of, dict.fromkeys(keys, device)), at.experts, at.dealing
     for one, other in combinations(items, 2):
         here, there = at.device_of.get(key_of(one)), at.device_of.get(key_of(other))
         if here != there:
             swapped = {key_of(one): there, key_of(other): here}
             yield _forced(ground, at.device_of, swapped), at.experts, at.dealing
+
+
+def _whole_layers(model: CostModel) -> Iterator[tuple[Key, ...]]:
+    """What is worth moving together where cards take whole layers: the projections of one, with its shared expert; and
+    of all layers before or behind it, so that runs do not break."""
+    if not model.has_spans:
+        return
+    layers = []
+    shexp = {item.layer for item in model.shape.components if item.name == "shexp"}
+    for layer, mixer in model.mixers.items():
+        projections = tuple(key_of(part) for part in mixer.parts)
+        layers.append(projections)
+        yield projections
+        if layer in shexp:
+            yield (*projections, ("shexp", layer))
+    for i in range(2, len(layers)):
+        yield tuple(key for projections in layers[:i] for key in projections)
+    for i in range(len(layers) - 1):
+        yield tuple(key for projections in layers[i:] for key in projections)
 
 
 def _forced(ground: Ground, device_of: Assignment, wanted: Mapping[Key, int | None]) -> Assignment:
@@ -88,8 +113,10 @@ def _forced(ground: Ground, device_of: Assignment, wanted: Mapping[Key, int | No
 
 
 def _rate(model: CostModel, item: Component, device: int) -> float:
-    """Microseconds that a component alone saves on a device, for each byte."""
-    return (model.component_us(item, None) - model.component_us(item, device)) / item.bytes
+    """Microseconds that a component saves on a device for each byte: in a whole layer, where the card takes such."""
+    whole = item.layer in model.mixers and model.span(device, model.mixers[item.layer].kind) is not None
+    there_us = model.in_span_us(item, device) if whole else model.component_us(item, device)
+    return (model.component_us(item, None) - there_us) / item.bytes
 
 
 def _with_experts_moved(ground: Ground, at: TimedCandidate, label: str) -> TimedCandidate:
@@ -105,14 +132,14 @@ def _with_experts_moved(ground: Ground, at: TimedCandidate, label: str) -> Timed
     while improved:
         improved = False
         for layer, ranks in by_layer.items():
-            now = model.layer_us(layer, owners, ranks, at.device_of)
+            now = model.experts_us(layer, owners, ranks, at.device_of)
             for rank in ranks:
                 before = owners[rank]
                 for owner in (ON_CPU, *(i for i in experts if free[i])):
                     if owner == owners[rank]:
                         continue
                     kept, owners[rank] = owners[rank], owner
-                    us = model.layer_us(layer, owners, ranks, at.device_of)
+                    us = model.experts_us(layer, owners, ranks, at.device_of)
                     if us < now * (1 - _NOISE):
                         now = us
                     else:

@@ -1,91 +1,24 @@
 """The search for a fast trunk: greedy, then moves and swaps, on an average layer.
 
-Components of one kind and size are alike, so a state says how many of each lie where; which layers these are follows
-at the end, in runs.  The experts' part is priced for an average layer, so that a step costs microseconds; what comes
-out is priced layer by layer by the caller, who keeps it only where it wins.
+What is placed is a unit: a component, or, where a card takes whole layers, the projections of one layer together.
+Units of one kind and size are alike, so a state says how many of each lie where; which layers these are follows from
+an order of the devices, in runs.  The experts' part is priced for an average layer, so that a step costs microseconds;
+what comes out is priced layer by layer by the caller, who keeps it only where it wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 from coli.placement.components import Component
-from coli.placement.cost import CostModel, Share
-from coli.placement.homes import BY_ROOM, BY_SPEED, slots_of
+from coli.placement.cost import CostModel
+from coli.placement.homes import slots_of
+from coli.placement.timelayer import AverageLayer, Unit, units_of
 
 State = list[list[int]]  # for each group of alike components, how many are on each device
 
 _NOISE = 1e-9  # relative; what is gained has to be more than sums in another order
 _ROUNDS = 100  # of improvement; a bound against cycling in the noise, far above what small and large models took
-
-
-class AverageLayer:
-    """The experts' time as a function of slots, for a layer that has the average of all layers' experts."""
-
-    def __init__(self, model: CostModel) -> None:
-        self._model = model
-        self.n_layers = len(model.totals)
-        # Of the hottest n: means, variances and log_nones added up.
-        columns = zip(*model.moments, strict=True) if model.moments else ((), (), ())
-        self._prefix = [list(accumulate(column, initial=0.0)) for column in columns]
-        self._total = self._share(len(model.ranked), 1.0)
-
-    def _share(self, hottest: int, fraction: float) -> Share:
-        n = max(self.n_layers, 1)
-        return Share(*(column[hottest] * fraction / n for column in self._prefix))
-
-    def us(self, slots: Sequence[int], dealing: str, shexp: Component | None, shexp_device: int | None) -> float:
-        """Time of one layer's experts.   dealing : one of homes.DEALINGS."""
-        n = len(self._model.ranked)
-        held = min(sum(slots), n)
-        if not held:
-            shares = [Share()] * len(slots)
-        elif dealing != BY_ROOM:
-            loads = self._loads(slots, held)
-            scale = 1.0 if dealing == BY_SPEED else self._scale(loads, shexp, shexp_device)
-            hits = sum(loads)
-            shares = [self._share(held, scale * load / hits) for load in loads]
-        elif max(slots) >= n:
-            roomiest = slots.index(max(slots))
-            shares = [self._total if i == roomiest else Share() for i in range(len(slots))]
-        else:
-            shares = [self._share(held, count / sum(slots)) for count in slots]
-        return self._model.moe_us(self._total, shares, shexp, shexp_device)
-
-    def _loads(self, slots: Sequence[int], held: int) -> list[float]:
-        """Experts chosen on each device, by speed, but no more than the hottest that fill its slots."""
-        slot_us = self._model.slot_us
-        loads = [0.0] * len(slots)
-        free = {i for i, count in enumerate(slots) if count}
-        most = {i: self._share(min(slots[i], held), 1.0).mean for i in free}
-        rest = self._share(held, 1.0).mean
-        while free:
-            speed = sum(1 / slot_us[i] for i in free)
-            full = {i for i in free if rest / slot_us[i] / speed >= most[i]}
-            if not full:
-                for i in free:
-                    loads[i] = rest / slot_us[i] / speed
-                break
-            for i in full:
-                loads[i] = most[i]
-                rest -= most[i]
-            free -= full
-        return loads
-
-    def _scale(self, loads: Sequence[float], shexp: Component | None, shexp_device: int | None) -> float:
-        """The part of the loads with which no device takes longer than the CPU with all that is left to it."""
-        model = self._model
-        cpu_us = self._total.mean * model.cpu_expert_us
-        if shexp is not None and shexp_device is None:
-            cpu_us += model.component_us(shexp, None)
-        scale = 1.0
-        for i, load in enumerate(loads):
-            if load:
-                wait_us = model.speeds.devices[i].experts.latency_us
-                even = (cpu_us - wait_us) / (load * model.slot_us[i] + sum(loads) * model.cpu_expert_us)
-                scale = max(0.0, min(scale, even))
-        return scale
 
 
 class Search:
@@ -109,17 +42,23 @@ class Search:
         self.trunk = trunk
         self.experts = experts
         self.dealing = dealing
-        groups: dict[tuple[str, int, bool], list[Component]] = {}
-        for item in model.shape.components:
-            # A shared expert beside routed experts is part of their step, not one of its own.
-            beside = item.name == "shexp" and item.layer in model.totals
-            groups.setdefault((item.name, item.bytes, beside), []).append(item)
+        groups: dict[tuple[str, int, bool], list[Unit]] = {}
+        for unit in units_of(model):
+            groups.setdefault((unit.name, unit.bytes, unit.beside is not None), []).append(unit)
         self._groups = list(groups.values())
-        self._beside = [beside for _, _, beside in groups]
-        self._alone_us = [
-            {device: model.component_us(items[0], device) for device in (None, *range(len(rooms)))}
-            for items in self._groups
-        ]
+        self._bytes = [units[0].bytes for units in self._groups]
+        places = (None, *range(len(rooms)))
+        self._alone_us = [{place: self._unit_us(units[0], place) for place in places} for units in self._groups]
+        self._head = next((g for g, units in enumerate(self._groups) if units[0].name == "lmhead"), None)
+        # The groups whose units are layers that may be whole, and for each such layer, in order, which group it is of.
+        self._whole = {g for g, units in enumerate(self._groups) if model.has_spans and units[0].layer in model.mixers}
+        self._taker = {
+            (g, place): place if g in self._whole and model.span(place, units[0].name) is not None else None
+            for g, units in enumerate(self._groups)
+            for place in places
+        }
+        group_of = {unit.layer: g for g in self._whole for unit in self._groups[g]}
+        self._layers = [(layer, group_of[layer]) for layer in sorted(group_of)]
 
     def greedy(self) -> State:
         """Place what saves most for each byte, as many alike ones as fit, while it saves time."""
@@ -128,9 +67,9 @@ class Search:
         now = self.us(state)
         while True:
             best, best_rate = None, 0.0
-            for g, items in enumerate(self._groups):
-                size = items[0].bytes
-                waiting = len(items) - sum(state[g])
+            for g, units in enumerate(self._groups):
+                size = self._bytes[g]
+                waiting = len(units) - sum(state[g])
                 for device in self.trunk:
                     most = min(waiting, left[device] // size)
                     for count in {most, most // 2, min(most, 1)} - {0}:
@@ -144,7 +83,27 @@ class Search:
                 return state
             g, device, count, now = best
             state[g][device] += count
-            left[device] -= count * self._groups[g][0].bytes
+            left[device] -= count * self._bytes[g]
+
+    def split(self) -> State:
+        """Whole layers on all devices, in proportion to their rooms; the shared experts with them, the head last."""
+        total = sum(self._rooms[device] for device in self.trunk)
+        state = [[0] * len(self._rooms) for _ in self._groups]
+        left = list(self._rooms)
+        for g, units in enumerate(self._groups):
+            if g == self._head:
+                continue
+            bounds, share = [0], 0
+            for device in self.trunk:
+                share += self._rooms[device]
+                bounds.append(round(len(units) * share / total) if total else 0)
+            for device, first, last in zip(self.trunk, bounds, bounds[1:], strict=False):
+                state[g][device] = min(last - first, left[device] // self._bytes[g])
+                left[device] -= state[g][device] * self._bytes[g]
+        last = self.trunk[-1]
+        if self._head is not None and self._bytes[self._head] <= left[last]:
+            state[self._head][last] = 1
+        return state
 
     def improve(self, state: State) -> None:
         """Moves, then swaps, each taken as soon as it saves time, until none does."""
@@ -162,29 +121,83 @@ class Search:
             else:
                 return
 
+    def _unit_us(self, unit: Unit, device: int | None) -> float:
+        """A unit alone, without what it has beside experts; what a layer takes besides goes with its projections."""
+        model = self._model
+        parts = [part for part in unit.parts if part is not unit.beside]
+        if not model.has_spans or unit.layer not in model.mixers:
+            return sum(model.component_us(part, device) for part in parts)
+        if model.span(device, unit.name) is not None:
+            us = sum(model.in_span_us(part, device) for part in parts)
+            return us + sum(model.layer_us(unit.name, device).values())
+        us = sum(model.component_us(part, device) for part in parts)
+        return us + sum(model.layer_us(unit.name, None).values())
+
     def us(self, state: State) -> float:
         """The time of a state; what no state changes is left out.  Infinite where it does not fit."""
         left = list(self._rooms)
-        for items, held in zip(self._groups, state, strict=True):
+        for size, held in zip(self._bytes, state, strict=True):
             for device, count in enumerate(held):
-                left[device] -= count * items[0].bytes
+                left[device] -= count * size
         if min(left, default=0) < 0:
             return float("inf")
         slots = slots_of(left, self._model.shape.expert_bytes, self.experts)
-        us, layers_left = 0.0, self._layer.n_layers
-        for items, held, alone_us, beside in zip(self._groups, state, self._alone_us, self._beside, strict=True):
-            counts = {None: len(items) - sum(held)} | dict(enumerate(held))
-            for device, count in counts.items():
+        spans, us = self._spans(state)
+        whole = [spans.count(device) for device in range(len(left))]
+        layers_left = self._layer.n_layers
+        known: dict[tuple, float] = {}  # groups of one width differ in nothing but their name
+
+        def layer_us(beside: Component | None, shexp_device: int | None, span_device: int | None) -> float:
+            key = beside and beside.bytes, shexp_device, span_device
+            if key not in known:
+                known[key] = self._layer.us(slots, self.dealing, beside, shexp_device, span_device, whole)
+            return known[key]
+
+        for g, (units, held, alone_us) in enumerate(zip(self._groups, state, self._alone_us, strict=True)):
+            first = units[0]
+            for device, count in ((None, len(units) - sum(held)), *enumerate(held)):
                 if not count:
                     continue
-                if beside:
-                    layers_left -= count
-                    us += count * self._layer.us(slots, self.dealing, items[0], device)
-                else:
-                    us += count * alone_us[device]
+                us += count * alone_us[device]
+                if first.beside is None and not (g in self._whole and first.layer in self._model.totals):
+                    continue
+                layers_left -= count
+                shexp_device = None if first.beside is None else device
+                us += count * layer_us(first.beside, shexp_device, self._taker[g, device])
         if layers_left:
-            us += layers_left * self._layer.us(slots, self.dealing, None, None)
+            us += layers_left * layer_us(None, None, None)
         return us
+
+    def _spans(self, state: State) -> tuple[list[int | None], float]:
+        """Of each layer the card that takes it whole; the time of the ways there, less the head's if it follows."""
+        if not self._layers:
+            return [], 0.0
+        model = self._model
+        spans = [self._taker[g, device] for device, (_, g) in zip(self._where(state), self._layers, strict=True)]
+        us = model.hops_us(spans)
+        if self._head is not None and spans[-1] is not None and state[self._head][spans[-1]]:
+            head = self._groups[self._head][0].parts[0]
+            us += model.in_span_us(head, spans[-1]) - self._alone_us[self._head][spans[-1]]
+        return spans, us
+
+    def _where(self, state: State) -> list[int | None]:
+        """The device of each whole layer: first the CPU's, then the devices in order, the head's last."""
+        order: list[int | None] = [None, *range(len(self._rooms))]
+        if self._head is not None and any(state[self._head]):
+            last = next(device for device, count in enumerate(state[self._head]) if count)
+            order.remove(last)
+            order.append(last)
+        queues = {}
+        for g in self._whole:
+            held = state[g]
+            queues[g] = iter(
+                [
+                    device
+                    for device in order
+                    for _ in range(len(self._groups[g]) - sum(held) if device is None else held[device])
+                ]
+            )
+        return [next(queues[g]) for _, g in self._layers]
 
     def _changes(self, state: State) -> Iterator[list[tuple[int, int, int]]]:
         """All moves, then pairs of them in two groups: of one component, or of many to or from the CPU."""
@@ -198,8 +211,8 @@ class Search:
 
     def _moves(self, state: State) -> Iterator[list[tuple[int, int, int]]]:
         """Of each group, all, half or one: from a device or the CPU to another."""
-        for g, items in enumerate(self._groups):
-            held = {None: len(items) - sum(state[g])} | {device: state[g][device] for device in self.trunk}
+        for g, units in enumerate(self._groups):
+            held = {None: len(units) - sum(state[g])} | {device: state[g][device] for device in self.trunk}
             for source, count in held.items():
                 for target in held:
                     if source == target:
@@ -210,11 +223,18 @@ class Search:
 
     def assignment(self, state: State) -> dict[tuple[str, int | None], int]:
         """(component, layer) -> device, in runs of layers: so the matrices of a layer mostly lie on one device."""
-        placed = {}
-        for items, held in zip(self._groups, state, strict=True):
-            waiting = iter(items)
+        placed: dict[tuple[str, int | None], int] = {}
+        if self._layers:
+            at = dict(zip((layer for layer, _ in self._layers), self._where(state), strict=True))
+            for g in self._whole:
+                for unit in self._groups[g]:
+                    if at[unit.layer] is not None:
+                        placed |= {(part.name, part.layer): at[unit.layer] for part in unit.parts}
+        for g, (units, held) in enumerate(zip(self._groups, state, strict=True)):
+            if g in self._whole:
+                continue
+            waiting = iter(units)
             for device, count in enumerate(held):
                 for _ in range(count):
-                    item = next(waiting)
-                    placed[item.name, item.layer] = device
+                    placed |= {(part.name, part.layer): device for part in next(waiting).parts}
         return placed

@@ -13,6 +13,7 @@ import pytest
 from coli.cli.main import main
 from coli.cli.plan import parse_device
 from coli.container.reader import Container
+from coli.placement import CpuSpeeds, Speed
 from placement.examples import QWEN36_35B
 
 SMALL = "Small 6 GiB=6012954214"  # of 6 GiB, what its driver leaves
@@ -64,7 +65,9 @@ def test_plan_json_is_the_whole_answer(run, config):
     assert status == 0
     assert 111 == len(found["decisions"])
     device = found["devices"][0]
-    assert 6012954214 - 6012954214 // 16 == device["allowance_bytes"] == device["placed_bytes"] + device["budget_bytes"]
+    state = 253_501_440  # of one sequence of 8,192 positions, and the vectors of whole layers
+    allowance = 6012954214 - 6012954214 // 16 - state
+    assert allowance == device["allowance_bytes"] == device["placed_bytes"] + device["budget_bytes"]
     assert found["predicted_ms_per_token"] is None
 
 
@@ -113,6 +116,68 @@ def test_plan_of_a_converted_fixture_equals_the_plan_of_its_config(run, make_con
     assert sizes[0] == sizes[1]
 
 
+def test_plan_verbose_shows_every_alternative_of_two_cards(run, config):
+    """Off, bytes, each card alone, experts here and trunk there, both weighted, whole layers split: each with tok/s."""
+    cards = ("--device", "A=11GiB:900:9:30", "--device", "B=7.5GiB:448:12:40", "--cpu", "60")
+    looked_at = [line for line in run(config, *cards, "-v")[2].splitlines() if line.startswith("[place] looked at: ")]
+    assert all("tok/s)" in line for line in looked_at)
+    for label in (
+        "off", "bytes", "nothing on a device", "device 0: bytes, 1 left out", "device 1: bytes, 0 left out",
+        "trunk on 0, experts on 1", "trunk on 1, experts on 0", "trunk on 0+1, experts on 0+1 by speed",
+        "whole layers split over 0+1, experts with their layers",
+    ):  # fmt: skip
+        assert any(f"looked at: {label} " in line for line in looked_at), label
+
+
+def test_plan_of_a_list_prints_what_auto_would_take(run, config):
+    """A list is obeyed; beside its predicted cost stands auto's."""
+    _, _, err = run(config, "--device", "A=11GiB:900:9:30", "--cpu", "60", "--place", "lmhead=0,experts=cpu")
+    head = err.splitlines()[0]
+    assert "ms/token, obeyed; auto:time would take " in head
+
+
+def test_plan_by_time_measures_the_fake_cards_that_it_has_no_figures_of(run, config, monkeypatch, tmp_path):
+    """auto:time without speeds probes now; auto alone does not measure what has no identity; --reprobe does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu = CpuSpeeds(Speed(40), Speed(40))
+    monkeypatch.setattr("coli.probing.host.measure_cpu", lambda *team: (cpu, 40.0))
+    _, _, err = run(config, "--devices", "fake:20MiB", "--place", "auto:time")
+    assert 2 == sum(line.startswith("[probe] ") for line in err.splitlines())
+    assert "[place] auto:time: " in err and "predicted" in err
+    _, _, err = run(config, "--devices", "fake:20MiB")
+    assert "[probe]" not in err and "[place] auto:bytes: " in err
+    _, _, err = run(config, "--devices", "fake:20MiB", "--reprobe")
+    assert 2 == sum("measured in" in line for line in err.splitlines())
+    assert "(kept)" in run(config, "--devices", "fake:20MiB", "--place", "auto:time")[2], "the CPU's"
+
+
+def test_plan_plot_is_a_picture(run, config, tmp_path):
+    """--plot: a PNG that is not empty, and no half of one."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    status, _, err = run(config, "--device", "A=11GiB:900:9:30", "--cpu", "60", "--plot", path)
+    assert status == 0 and f"[place] drawn: {path}" in err
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+    assert [path] == list(tmp_path.glob("*.png")) and not list(tmp_path.glob(".*"))
+    assert 0 == run(config, "--device", SMALL, "--plot", tmp_path / "bytes.svg")[0], "also without speeds"
+
+
+@pytest.mark.parametrize("name", ["plan.txt", "missing/plan.png"])
+def test_plan_plot_into_no_picture_is_one_line(run, config, tmp_path, name):
+    """Another ending, or a folder that is not there."""
+    status, out, err = run(config, "--device", SMALL, "--plot", tmp_path / name)
+    assert (2, "", 1) == (status, out, len(err.splitlines()))
+    assert "--plot" in err
+
+
+def test_plan_plot_without_matplotlib_says_what_to_install(run, config, tmp_path, monkeypatch):
+    """The extra is named."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = run(config, "--device", SMALL, "--plot", tmp_path / "plan.png")
+    assert (2, "", 1) == (status, out, len(err.splitlines()))
+    assert "coli[plot]" in err
+
+
 # ---- Acceptance cases
 
 
@@ -141,7 +206,7 @@ def test_c02_a_model_that_fits_the_fast_card_stays_there_or_the_gain_is_printed(
 
 def test_c04_a_list_that_does_not_fit_says_where_how_much_and_what_to_change(run, config):
     """C04: exit 2, one line: device, part, bytes needed, bytes available, the reserve, and one change that fits."""
-    status, out, err = run(config, "--device", "Small=1600MiB", "--place", "lmhead=0,dnproj=0,dnout=0,attnproj=0")
+    status, out, err = run(config, "--device", "Small=1773MiB", "--place", "lmhead=0,dnproj=0,dnout=0,attnproj=0")
     assert (2, "") == (status, out)
     assert 1 == len(err.splitlines())
     for part in ("device 0 (Small)", "attnproj 7", "27,353,088 bytes", "reserve", "available", "would fit"):
@@ -173,6 +238,7 @@ def test_device_name_may_hold_what_its_spec_holds():
     facts = parse_device("A=B: the card=1.5GiB:448.5:0")
     assert ("A=B: the card", 1610612736, 448.5, 0.0) == (facts.name, facts.free_bytes, facts.gb_s, facts.latency_us)
     assert 1610612736 // 16 == facts.reserve_bytes
+    assert 40.0 == parse_device("a=1GiB:448:10:40").layer_us
 
 
 @pytest.mark.parametrize(
@@ -186,7 +252,7 @@ def test_device_name_may_hold_what_its_spec_holds():
         "a=8GiB:",
         "a=8GiB:fast",
         "a=8GiB:0",
-        "a=8GiB:1:2:3",
+        "a=8GiB:1:2:3:4",
         "a=8GiB:1e3",
         "a=1:-4",
     ],
@@ -208,6 +274,7 @@ def test_device_that_is_not_one_is_one_line(run, config, spec):
         (("--place", "auto:time"), "auto:time needs the speed"),
         (("--vram", "1GiB"), "--vram"),
         (("--devices", "0"), "--devices"),
+        (("--reprobe",), "--reprobe"),
     ],
 )
 def test_flag_that_cannot_be_is_one_line(run, config, args, named):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coli.errors import PlacementError
-from coli.placement import CpuFacts, DeviceFacts, Probe, Speed, Speeds, default_reserve_bytes, device_label
+from coli.placement import CpuFacts, CpuSpeeds, DeviceFacts, Probe, Speed, Speeds, default_reserve_bytes, device_label
 from coli.placement.speeds import ROUND_TRIP_US, speeds_of
 
 
@@ -67,8 +67,8 @@ def test_speeds_of_facts_assume_a_round_trip_where_none_is_given():
 
 def test_speeds_of_a_probe_are_the_probes():
     """What was measured wins over what was said."""
-    probe = Probe(Speeds(Speed(30), Speed(25)), (Speeds(Speed(400, 9), Speed(200, 11)),))
-    assert probe is speeds_of([DeviceFacts("a", 1, gb_s=1)], CpuFacts(1), probe)
+    probe = Probe(CpuSpeeds(Speed(30), Speed(25)), (Speeds(Speed(400, 9), Speed(200, 11)),))
+    assert probe == speeds_of([DeviceFacts("a", 1, gb_s=1)], CpuFacts(1), probe)
 
 
 def test_speed_is_latency_plus_bytes_over_bandwidth():

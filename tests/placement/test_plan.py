@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coli.errors import PlacementError
-from coli.placement import CpuFacts, DeviceFacts, ModelShape, Plan, Probe, Speed, Speeds, parse, plan
+from coli.placement import CpuFacts, CpuSpeeds, DeviceFacts, ModelShape, Plan, Probe, Speed, Speeds, parse, plan
 from coli.placement.price import ValueCurve, rank_experts
 from placement.examples import (
     LAW,
@@ -285,7 +285,7 @@ def test_plan_auto_is_by_time_where_speeds_are_known_and_by_bytes_elsewhere():
     """Auto takes the better currency that it has; either can be asked for by name."""
     model = shape(10, 2, 6)
     known = [DeviceFacts("a", 64 * MIB, gb_s=400, latency_us=10)]
-    probe = Probe(Speeds(Speed(40), Speed(40)), (Speeds(Speed(400, 10), Speed(300, 12)),))
+    probe = Probe(CpuSpeeds(Speed(40), Speed(40)), (Speeds(Speed(400, 10), Speed(300, 12)),))
     assert "auto:time" == plan(model, known, cpu=CpuFacts(40)).place == plan(model, cards(64), probe=probe).place
     assert "auto:bytes" == plan(model, known).place == plan(model, known, cpu=CpuFacts(40), place="auto:bytes").place
     with pytest.raises(PlacementError, match="auto:time needs the speed"):

@@ -1,0 +1,48 @@
+"""What layers take of a card beside their weights when it computes them whole: vectors, and one sequence's state.
+
+A pure function of sizes, so `coli plan` charges a card that nobody here owns as loading charges one that is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coli.placement.components import ModelShape
+from coli.placement.facts import LAYER_KINDS, DeviceFacts
+
+KV_STEP = 1024  # positions by which a device's keys and values grow at most (devices/cuda/mixer.py)
+
+# What a kind of layers may take of a card beside its weights: more, and the weights that it displaces would save more.
+_SHARE = 16
+
+
+def whole_layer_bytes(shape: ModelShape, place: str, context: int, share_bytes: int) -> dict[str, int]:
+    """Bytes beside the weights of each kind of LAYER_KINDS that a placement may put whole on a card.
+
+    place : as for `plan`; a list that names no out-projection has no whole DeltaNet layers.
+    context : positions that the sequence may reach.   share_bytes : what a kind may take.
+
+    A kind whose vectors and state do not fit is left out.  Keys and values get room for as many positions as fit, in
+    steps; a sequence that outgrows it takes what is free, and goes on on the CPU when that is used up.  So a longer
+    context never leaves more for weights.
+    """
+    linear, full = LAYER_KINDS
+    vectors = dict(zip(LAYER_KINDS, shape.vector_bytes, strict=True))
+    wanted = {}
+    if "auto" in place or "dnout" in place:
+        n_bytes = shape.state_bytes + vectors[linear]
+        if n_bytes <= share_bytes:
+            wanted[linear] = n_bytes
+    if "auto" in place or full in place:
+        step_bytes = shape.kv_bytes(KV_STEP)
+        steps = min(-(-context // KV_STEP), max(0, share_bytes - vectors[full]) // step_bytes if step_bytes else 0)
+        if steps:
+            wanted[full] = steps * step_bytes + vectors[full]
+    return wanted
+
+
+def with_whole_layers(facts: DeviceFacts, shape: ModelShape, place: str, context: int) -> DeviceFacts:
+    """The facts of a card that can take layers whole: which kinds it may, and charged with what goes with them."""
+    share_bytes = max(0, facts.free_bytes - facts.reserve_bytes) // _SHARE
+    taken = whole_layer_bytes(shape, place, context, share_bytes)
+    return replace(facts, staging_bytes=facts.staging_bytes + sum(taken.values()), whole_layers=tuple(taken))

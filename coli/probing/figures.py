@@ -1,0 +1,145 @@
+"""All figures of a machine as one Probe: from this process, from the files, or measured now.
+
+A card with an identity is measured once and kept.  One without (a fake one) is measured only where that was asked for,
+and kept as long as the object lives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import coli
+from coli.devices.base import Device, DeviceError
+from coli.log import logger
+from coli.placement import CpuSpeeds, Probe, Speed, Speeds
+from coli.probing import store
+
+_log = logger("probe")
+_of_objects: WeakKeyDictionary[Device, Speeds] = WeakKeyDictionary()
+
+
+def machine_figures(
+    devices: Sequence[Device],
+    threads: int,
+    cpus: Sequence[int] | None = None,
+    isa: str | None = None,
+    *,
+    anyway: bool = False,
+    on_thread: Callable[[Callable[[], Speeds]], Speeds] = lambda call: call(),
+) -> Probe | None:
+    """The figures of a team of threads and of devices, in their order; None where a device has none.
+
+    threads, cpus, isa : of the team, as ``Engine`` takes them.
+    anyway : measure devices without an identity too.
+    on_thread : runs what is done with a device, where its calls have to come from.
+    """
+    found = []
+    for device in devices:
+        known = _known(device)
+        if known is None and (anyway or device.uuid is not None):
+            known = _measured_card(device, on_thread)
+        if known is None:
+            return None
+        found.append(known)
+    return Probe(_cpu(threads, cpus, isa), tuple(found))
+
+
+def forget() -> None:
+    """The next `machine_figures` on this machine measures everything anew."""
+    from coli.threads.limits import local_machine
+    from coli.threads.tuning import machine_fingerprint
+
+    store.forget(machine_fingerprint(*local_machine()))
+    _of_objects.clear()
+
+
+def _cpu_subject(threads: int, isa: str | None) -> store.Subject:
+    from coli.engine.session import choose_isa
+    from coli.threads.limits import local_machine
+    from coli.threads.tuning import machine_fingerprint
+
+    topology, limits = local_machine()
+    return {
+        "kind": "cpu", "coli": coli.__version__, "cpu": topology.model_name,
+        "cores": len(topology.cores(limits.allowed)),
+        "machine": machine_fingerprint(topology, limits), "threads": threads, "isa": choose_isa(isa),
+    }  # fmt: skip
+
+
+def _card_subject(device: Device) -> store.Subject:
+    return {
+        "kind": "card", "coli": coli.__version__, "uuid": device.uuid, "name": device.name,
+        "driver": getattr(device, "driver", None),
+    }  # fmt: skip
+
+
+def _known(device: Device) -> Speeds | None:
+    if device in _of_objects:
+        return _of_objects[device]
+    figures = None if device.uuid is None else store.load(_card_subject(device))
+    if figures is not None:
+        _of_objects[device] = figures
+        _log.info("%s (kept)", _card_line(device, figures))
+    return figures
+
+
+def _cpu(threads: int, cpus: Sequence[int] | None, isa: str | None) -> CpuSpeeds:
+    from coli.probing.host import measure_cpu
+
+    subject = _cpu_subject(threads, isa)
+    figures = store.load(subject)
+    if figures is not None:
+        _log.info("%s (kept)", _cpu_line(threads, figures))
+        return figures
+    start = time.perf_counter()
+    figures, read_gb_s = measure_cpu(threads, cpus, isa)
+    _log.info("%s, a plain read %.1f GB/s; measured in %.1f s", _cpu_line(threads, figures), read_gb_s,
+              time.perf_counter() - start)  # fmt: skip
+    store.save(subject, figures)
+    return figures
+
+
+def _measured_card(device: Device, on_thread: Callable[[Callable[[], Speeds]], Speeds]) -> Speeds | None:
+    from coli.probing.cards import measure_card
+
+    start = time.perf_counter()
+    try:
+        figures, round_trip_us = on_thread(lambda: measure_card(device))
+    except DeviceError as error:
+        _log.warning("device %d (%s) was not measured: %s", device.index, device.name, error)
+        return None
+    _log.info("%s, a round trip %.1f us; measured in %.1f s", _card_line(device, figures), round_trip_us,
+              time.perf_counter() - start)  # fmt: skip
+    _of_objects[device] = figures
+    if device.uuid is not None:
+        store.save(_card_subject(device), figures)
+    return figures
+
+
+def _cpu_line(threads: int, figures: CpuSpeeds) -> str:
+    return (
+        f"cpu, {threads} threads: matrices {figures.matrix.gb_s:.1f} GB/s, experts {figures.experts.gb_s:.1f} GB/s, "
+        f"a state {figures.state_gb_s or figures.matrix.gb_s:.1f} GB/s, a region {figures.region_us:.1f} us, "
+        f"a layer {figures.layer_us:.1f} us"
+    )
+
+
+def _card_line(device: Device, figures: Speeds) -> str:
+    line = (
+        f"device {device.index} ({device.name}): a matrix {_speed(figures.matrix)}, "
+        f"an expert group {_speed(figures.experts)}"
+    )
+    if figures.span is None:
+        return line
+    span = figures.span
+    return (
+        f"{line}, whole layers {span.deltanet_us:.1f} us (attention {span.attention_us:.1f} us), "
+        f"a run {span.hop_us:.1f} us, "
+        f"a question {span.ask_us:.1f} us, keys and values {span.kv_gb_s:.1f} GB/s"
+    )
+
+
+def _speed(speed: Speed) -> str:
+    return f"{speed.latency_us:.1f} us + bytes / {speed.gb_s:.1f} GB/s"

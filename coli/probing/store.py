@@ -1,0 +1,91 @@
+"""Where figures are kept: one JSON file for the CPU of a machine and one for each card, in the cache folder.
+
+A file says what it is of, in full; its name is a hash of that.  One that is damaged, or of something else than its name
+says, is one warning and counts as none: what it should have held is measured anew.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from coli.errors import PlacementError
+from coli.log import logger
+from coli.placement import CpuSpeeds, Speeds, speeds_from_dict
+
+VERSION = 1
+
+Subject = dict[str, Any]  # what figures are of: JSON types, the same every time
+
+_log = logger("probe")
+
+
+def folder() -> Path:
+    """``coli/probe`` in XDG_CACHE_HOME, or in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "coli" / "probe"
+
+
+def path_of(subject: Subject) -> Path:
+    """The file of what is to be measured."""
+    name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:12]
+    return folder() / f"{subject['kind']}-{name}.json"
+
+
+def load(subject: Subject) -> Speeds | CpuSpeeds | None:
+    """What was measured of it before, if anything."""
+    path = path_of(subject)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["version"] != VERSION:
+            raise ValueError(f"version {fields['version']}, expected {VERSION}")
+        if fields["of"] != subject:
+            raise ValueError(f"it is of {fields['of']}")
+        figures = speeds_from_dict(fields["figures"])
+        if isinstance(figures, CpuSpeeds) != (subject["kind"] == "cpu"):
+            raise ValueError("figures of another kind")
+        return figures
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, PlacementError) as error:
+        _log.warning("%s: not what was measured here (%s); measured anew", path, error)
+        return None
+
+
+def save(subject: Subject, figures: Speeds | CpuSpeeds) -> None:
+    """Keep figures; a reader sees the old file or the new one.  Where nothing can be written that is one warning."""
+    path = path_of(subject)
+    fields = {"version": VERSION, "of": subject, "figures": asdict(figures), "date": datetime.date.today().isoformat()}
+    partial = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".partial", delete=False, encoding="utf-8"
+        ) as file:
+            partial = Path(file.name)
+            json.dump(fields, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+        _log.warning("%s: cannot be written (%s); measured again next time", path, error.strerror)
+
+
+def forget(machine: str) -> None:
+    """Remove what was measured of this machine's CPU, whatever the team, and of all cards."""
+    for path in folder().glob("*.json"):
+        try:
+            subject = json.loads(path.read_text(encoding="utf-8"))["of"]
+            if subject["kind"] == "cpu" and subject["machine"] != machine:
+                continue
+        except (OSError, ValueError, TypeError, KeyError):
+            pass  # nobody can use it
+        path.unlink(missing_ok=True)

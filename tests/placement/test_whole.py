@@ -1,0 +1,68 @@
+"""coli/placement/whole.py: a card pays for the state that it keeps, whoever plans it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import coli
+from coli.cli.main import main
+from coli.devices.fake import FakeDevice
+from coli.placement import DeviceFacts, ModelShape, with_whole_layers
+from coli.placement.whole import whole_layer_bytes
+
+QWEN = {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "max_position_embeddings": 262144}
+MIB = 1 << 20
+
+
+SHAPE = ModelShape.from_config(QWEN)
+
+
+def test_state_vectors_and_keys_of_the_35b():
+    """62 MiB of recurrent state, 19 MiB beside the projections, and 20 KiB a position in steps of 1,024."""
+    bytes_of = whole_layer_bytes(SHAPE, "auto", 8192, 10**9)
+    assert {"dnproj": SHAPE.state_bytes + 30 * (131072 + 524288 + 4096), "attnproj": 160 * MIB + 10 * 8192} == bytes_of
+    assert bytes_of == whole_layer_bytes(SHAPE, "auto", 7169, 10**9)
+    assert ["attnproj"] == list(whole_layer_bytes(SHAPE, "attnproj=0,dnproj=0", 1, 10**9))
+    assert ["dnproj"] == list(whole_layer_bytes(SHAPE, "dnproj=0,dnout=0", 1, 10**9))
+    assert {} == whole_layer_bytes(SHAPE, "experts=0", 1, 10**9)
+
+
+def test_no_kind_takes_more_than_a_sixteenth():
+    """A small card keeps its room for weights; of a long context, only so much as fits has room for its keys."""
+    tiny, small, large = (
+        with_whole_layers(DeviceFacts("a", n, staging_bytes=7), SHAPE, "auto", 8192) for n in (MIB, 2**30, 10**10)
+    )
+    assert ((), 7) == (tiny.whole_layers, tiny.staging_bytes)
+    assert (("attnproj",), 7 + 60 * MIB + 81920) == (small.whole_layers, small.staging_bytes)
+    assert ("dnproj", "attnproj") == large.whole_layers
+    assert 7 + sum(whole_layer_bytes(SHAPE, "auto", 8192, 10**9).values()) == large.staging_bytes
+
+
+@given(st.integers(0, 3 * 10**10), st.integers(1, 262144), st.integers(1, 262144))
+def test_longer_context_never_leaves_more_for_weights(free_bytes, one, other):
+    """Whatever the card: the charge grows with the context, and neither kind comes or goes with it."""
+    short, long = (
+        with_whole_layers(DeviceFacts("a", free_bytes), SHAPE, "auto", n) for n in sorted((one, other))
+    )
+    assert short.whole_layers == long.whole_layers
+    assert short.staging_bytes <= long.staging_bytes <= 2 * free_bytes // 16
+
+
+@pytest.mark.parametrize("place", ["auto", "experts=0", "attnproj=0,experts=0"])
+def test_plan_of_the_command_line_is_that_of_loading(place, capsys, monkeypatch, tmp_path):
+    """coli plan and coli.load charge the same card alike: the same table, to the byte, but for scratch of spans."""
+    monkeypatch.setattr(FakeDevice, "span_bytes", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no heat of earlier runs
+    device = FakeDevice(64 * MIB)
+    with coli.load("demo", devices=[device], place=place, threads=1, context=2048) as model:
+        loaded = model.stats()["plan"]
+    arguments = ["plan", "demo", "--device", f"fake0={64 * MIB}", "--place", place, "--context", "2048", "--json"]
+    assert 0 == main(arguments)
+    planned = json.loads(capsys.readouterr().out)
+    assert {"model": "demo"} | loaded == planned
+    charged = 64 * MIB - 4 * MIB - planned["devices"][0]["allowance_bytes"]
+    assert (charged > 0) == (place != "experts=0")

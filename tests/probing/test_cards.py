@@ -1,0 +1,84 @@
+"""coli.probing.cards: what a card is told to take is what is measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from probing.timed import TimedCard
+
+from coli.devices.base import DeviceError
+from coli.devices.fake import FakeDevice
+from coli.placement import ModelShape, SpanSpeed
+from coli.probing import cards, timing
+from coli.probing.samples import N_DELTANET, N_LAYERS, samples_for
+
+
+def measured(monkeypatch, card: TimedCard):
+    """Its figures, on its own clock."""
+    shape = ModelShape.from_config(samples_for(card.free_bytes() // 2).weights.config_dict)
+
+    def beside_bytes(layer) -> float:
+        state = 0 if layer.mixer.spec.is_attention else 2 * shape.state_bytes / N_DELTANET
+        return shape.rest_bytes / N_LAYERS + state
+
+    card.beside_bytes = beside_bytes
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: card.now))
+    return cards.measure_card(card)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"matrix": (50.0, 80.0), "experts": (30.0, 120.0)},
+        {"deltanet_us": 5.0, "attention_us": 90.0, "hop_us": 40.0, "ask_us": 3.0},
+    ],
+)
+def test_card_of_told_figures_gives_them_back(monkeypatch, told):
+    """Latency and bandwidth of matrices and groups; layers by kind, the way into a run, a question, keys and values."""
+    figures, round_trip_us = measured(monkeypatch, TimedCard(**told))
+    told = {"matrix": (400.0, 9.0), "experts": (250.0, 14.0)} | told
+    for name in ("matrix", "experts"):
+        speed = getattr(figures, name)
+        assert told[name] == pytest.approx((speed.gb_s, speed.latency_us), rel=1e-3)
+    assert told["matrix"][1] == pytest.approx(round_trip_us, rel=0.2)
+    expected = {"deltanet_us": 30.0, "attention_us": 45.0, "hop_us": 11.0, "ask_us": 16.0}
+    for name, value in expected.items():
+        # a few keys and values are read behind the first position already
+        assert told.get(name, value) == pytest.approx(getattr(figures.span, name), rel=0.02, abs=0.3), name
+    told_kv = min(80.0, told["matrix"][0])  # nothing is read faster than a matrix
+    assert told_kv == pytest.approx(figures.span.kv_gb_s, rel=0.05)
+
+
+def test_card_that_takes_no_whole_layers_has_no_figures_for_them(monkeypatch):
+    """Such a card is asked for products and groups alone; either is given back when all is measured."""
+    card = TimedCard(spans=False)
+    figures, _ = measured(monkeypatch, card)
+    assert figures.span is None
+    assert card.closed
+
+
+def test_card_is_closed_also_where_it_fails(monkeypatch):
+    """A card that has no memory after all is one error of its own kind, and nothing stays on it."""
+    card = TimedCard(1 << 20)
+    with pytest.raises(DeviceError, match="too large"):
+        measured(monkeypatch, card)
+    assert card.closed
+
+
+def test_fake_device_is_measured_through_the_same_interface():
+    """The fake computes what it is asked, with its own waits: no slower than told, and whole layers too."""
+    card = FakeDevice(20 << 20, gb_s=0.5, latency_us=2000)
+    figures, round_trip_us = cards.measure_card(card)
+    assert 2000 <= round_trip_us < 6000
+    assert 0.4 < figures.matrix.gb_s < 0.6
+    assert isinstance(figures.span, SpanSpeed)
+    assert 20 << 20 == card.free_bytes()
+
+
+def test_line_through_two_points_and_through_noise():
+    """Two sizes give latency and bandwidth; a larger size that took no longer gives neither nonsense nor infinity."""
+    assert (100.0, 7.0) == pytest.approx(timing.fitted((1e6, 17.0), (4e6, 47.0)))
+    gb_s, latency_us = timing.fitted((1e6, 20.0), (4e6, 20.0))
+    assert 0 < gb_s < float("inf") and 0 <= latency_us <= 20.0
