@@ -2,7 +2,7 @@
 
 How a layer uses it, on the engine thread::
 
-    tier.note(layer, top_idx[decode_rows])             # heat: decode rows only
+    tier.note(layer, top_idx, decoding)                # heat: decode rows; a prompt's say what is hot now
     groups = tier.issue(layer, top_idx, x, external)   # external[row, rank] = 1: a device has it, else 0
     ...                                                # the CPU: ranks that are not external, the shared expert
     for group in groups:
@@ -11,11 +11,16 @@ How a layer uses it, on the engine thread::
         else: expert_y[slot_of[group.rows, group.ranks]] = y
     ...                                                # combine in rank order
     tier.between_tokens()                              # after each step: promotion, and the heat file now and then
+    tier.stepped(seconds)                              # what the step took; behind a prompt also tier.after_prompt()
 
 An exception between ``issue`` and the last ``take`` must be followed by ``tier.drain()``.  Contributions are
 unweighted and bit-equal to the CPU's, so whoever computed a rank, the sum is the same; the tier decides speed only.
 An engine that prefers to talk to the devices itself asks `route` for the groups and issues and takes them; it then
 answers for failures itself (`quarantine`) and calls `between_tokens` with no ticket open.
+
+A device that computes whole layers by itself (a span) has a table of its own of who is in its slots: it is told by
+``device.seat`` whenever the residency changes, which is between two steps.  Of the layers of its span the engine asks
+``issue(..., skip=device)`` for what the others hold, and counts what the device did with `took`.
 
 Invariants: an expert is resident in at most one slot; on each device residents + reserved slots + free slots are all
 its slots; every routed (row, rank) is in exactly one group or left to the CPU; no slot is written that an open
@@ -26,66 +31,26 @@ group reads.  The tables change on the engine thread alone; uploads run on one t
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from coli.devices.base import Device, DeviceError
-from coli.errors import ColiError
 from coli.log import logger
 from coli.placement.price import deal
+from coli.tier.cards import Card, Group
+from coli.tier.exchange import Exchange
 from coli.tier.heat import Heat
 from coli.tier.heatfile import HeatFile
-from coli.tier.promotion import Promotion, choose_swaps
+from coli.tier.promotion import Promotion
 from coli.tier.residency import ON_CPU, Residency
+from coli.tier.room import CHECK_EVERY_S, bytes_to_give_back, slots_to_keep
+from coli.tier.saving import HeatSaver
 from coli.tier.warmstart import MAX_FAILURES, Upload, fill
 
-SAVE_EVERY_S = 300.0  # a crash loses at most so much heat; a save is a few milliseconds on a thread of its own
-
 _log = logger("tier")
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """What one device computes of a layer: contribution i is expert rank ranks[i] of row rows[i].
-
-    index : of the device.   slots : int32 (n,).   rows, ranks : int64 (n,).   ticket : None until it is issued.
-    """
-
-    device: Device
-    index: int
-    layer: int
-    slots: np.ndarray
-    rows: np.ndarray
-    ranks: np.ndarray
-    ticket: Any = None
-
-
-@dataclass
-class _Card:
-    """A device of the tier, and what happened on it."""
-
-    label: str
-    device: Device
-    n_slots: int
-    uploader: ThreadPoolExecutor
-    live: bool = True
-    accepts: bool = True  # uploads; False after too many failed
-    failed_uploads: int = 0
-    failed_uploads_in_a_row: int = 0
-    failed_groups: int = 0
-    failed_groups_in_a_row: int = 0
-    hits: int = 0
-    uploads: int = 0
-    swaps: int = 0
-    open: list[Group] = field(default_factory=list)
-    on_the_way: deque[tuple[Upload, Future]] = field(default_factory=deque)
 
 
 class ExpertTier:
@@ -96,6 +61,8 @@ class ExpertTier:
     homes : of each device, the (layer, expert) pairs at home there, hottest first; an expert has one home at most, and
         is resident there or nowhere (`placement.plan`'s homes).
     heat : the counts.   heat_file : where they are saved; None saves nothing.
+    keep_free_bytes : of each device, memory that should stay free while it runs: when others take it, slots are given
+        back, where the device can.  None: nobody looks.
     """
 
     def __init__(
@@ -108,6 +75,7 @@ class ExpertTier:
         heat: Heat,
         heat_file: HeatFile | None = None,
         promotion: Promotion = Promotion(),
+        keep_free_bytes: Sequence[int] | None = None,
     ) -> None:
         self.layers, self.experts = heat.recent.shape
         assert [self.experts] * self.layers == [len(layer) for layer in slabs], "slabs and heat are of two models"
@@ -116,11 +84,8 @@ class ExpertTier:
         self.residency = Residency(self.layers, self.experts, slots)
         self.slab_bytes = slabs[0].shape[1]
         self._slabs = slabs
-        self._promotion = promotion
-        self._cards = [
-            _Card(f"device {i} ({device.name})", device, n, ThreadPoolExecutor(1, f"coli-upload-{i}", _roam))
-            for i, (device, n) in enumerate(zip(devices, slots, strict=True))
-        ]
+        keep_free = [0] * len(devices) if keep_free_bytes is None else keep_free_bytes
+        self._cards = [Card(i, *facts) for i, facts in enumerate(zip(devices, slots, keep_free, strict=True))]
         self._home = np.full(self.layers * self.experts, ON_CPU, np.int8)  # by key
         self._order: list[list[int]] = []  # keys at home on each device, hottest first; for the warm start
         for device, pairs in enumerate(homes):
@@ -128,13 +93,14 @@ class ExpertTier:
             assert len(set(keys)) == len(keys) and (self._home[keys] == ON_CPU).all(), "an expert has two homes"
             self._home[keys] = device
             self._order.append(keys)
-        self._next_look = promotion.every_tokens
+        self.exchange = Exchange(heat, self.residency, self._home, promotion)
+        self._turn = 0  # of the devices, in starting uploads
+        self._last_step: tuple[int, int, bool, int] | None = None  # as `Exchange.decoded` takes it; None: a prompt's
+        self._waited_for = 0
+        self._given_back_bytes = 0
+        self._check_at = time.monotonic() + CHECK_EVERY_S
         self._decode_hits = self._decode_choices = self._misses = 0
-        self._heat_file = heat_file
-        self._saver = ThreadPoolExecutor(1, "coli-heat", _roam)
-        self._saving: tuple[np.ndarray, Future] | None = None
-        self._save_at = time.monotonic() + SAVE_EVERY_S
-        self._save_complaint = ""
+        self.saver = HeatSaver(heat, heat_file)
         self._closed = False
 
     # ---- a layer -------------------------------------------------------------------------------------------
@@ -143,28 +109,43 @@ class ExpertTier:
         """Whether experts of this layer can be on a device at all."""
         return bool((self._home.reshape(self.layers, -1)[layer] != ON_CPU).any())
 
-    def route(self, layer: int, top_idx: np.ndarray) -> list[Group]:
-        """What each device holds of top_idx, int32 (rows, top_k), counted as hits; nothing is started."""
+    def has_others(self, device: Device) -> bool:
+        """Whether any other device may hold experts."""
+        return any(card.live and card.n_slots and card.device is not device for card in self._cards)
+
+    def route(self, layer: int, top_idx: np.ndarray, skip: Device | None = None) -> list[Group]:
+        """What each device holds of top_idx, int32 (rows, top_k), counted as hits; nothing is started.
+
+        skip : a device that computes by itself what it holds; it has no group, and `took` counts its hits.
+        """
         groups = []
         left = top_idx.size
         for routed in self.residency.route(layer, top_idx):
             card = self._cards[routed.device]
+            if card.device is skip:
+                left -= len(routed.rows)
+                continue
             groups.append(Group(card.device, routed.device, layer, routed.slots, routed.rows, routed.ranks))
             card.hits += len(routed.rows)
             left -= len(routed.rows)
         self._misses += left
         return groups
 
-    def issue(self, layer: int, top_idx: np.ndarray, x: np.ndarray, external: np.ndarray) -> list[Group]:
+    def issue(
+        self, layer: int, top_idx: np.ndarray, x: np.ndarray, external: np.ndarray, skip: Device | None = None
+    ) -> list[Group]:
         """Start every device on what it holds of a layer.
 
         top_idx : int32 (rows, top_k).   x : float32 (rows, hidden); free again on return.
         external : uint8 (rows, top_k), written: 1 where a device computes that rank, 0 where the CPU must.
+        skip : a device that is in the middle of this layer and computes by itself what it holds.  external then comes
+            with 1 in those ranks, and 0 in the others.
         A device that fails here is left out: its ranks are the CPU's.
         """
-        external[...] = 0
+        if skip is None:
+            external[...] = 0
         started = []
-        for group in self.route(layer, top_idx):
+        for group in self.route(layer, top_idx, skip):
             try:
                 group.ticket = group.device.issue(layer, group.slots, group.rows, x)
             except DeviceError as error:
@@ -191,9 +172,26 @@ class ExpertTier:
         card.failed_groups_in_a_row = 0
         return y
 
-    def note(self, layer: int, top_idx: np.ndarray) -> None:
-        """Count what decode rows chose in a layer, int (rows, top_k).  Prompts are not counted."""
-        self.heat.note(layer, top_idx)
+    def took(self, device: Device, first_layer: int, top_idx: np.ndarray, misses: int = 0) -> None:
+        """A device has computed by itself what it holds of these layers: int32 (layers, rows, top_k), counted as hits.
+
+        misses : ranks that were left to the CPU without asking `issue`.
+        """
+        self._misses += misses
+        index = next((i for i, card in enumerate(self._cards) if card.device is device), None)
+        if index is None:
+            return
+        layers = np.arange(first_layer, first_layer + len(top_idx))[:, None, None]
+        self._cards[index].hits += int((self.residency.device[layers, top_idx] == index).sum())
+
+    def note(self, layer: int, top_idx: np.ndarray, decoding: bool = True) -> None:
+        """Count what rows chose in a layer, int (rows, top_k), or in several from it on, int (layers, rows, top_k).
+
+        decoding : they are decode rows.  A prompt's say what is hot now, and are no heat beyond that.
+        """
+        self.heat.note(layer, top_idx, decoding)
+        if not decoding:
+            self.exchange.saw_prompt()
 
     def drain(self) -> None:
         """Take and forget every open group: the step that issued them was cut off."""
@@ -206,15 +204,42 @@ class ExpertTier:
     def between_tokens(self) -> None:
         """Publish finished uploads, count heat, start swaps, and save heat when it is time.  Cheap when idle."""
         keys = self.heat.fold()
-        if len(keys):  # before anything moves: a hit is what the token found
-            self._decode_choices += len(keys)
-            self._decode_hits += int(self.residency.is_resident(keys).sum())
-        self._publish_finished()
-        if self.heat.tokens >= self._next_look:
-            self._next_look = self.heat.tokens + self._promotion.every_tokens
-            for device in range(len(self._cards)):
-                self._start_swaps(device)
-        self._autosave()
+        copying = any(card.on_the_way for card in self._cards)
+        hits = int(self.residency.is_resident(keys).sum())  # before anything moves: a hit is what the token found
+        self._decode_choices += len(keys)
+        self._decode_hits += hits
+        n_uploaded = self._publish_finished()
+        self._last_step = (len(keys), len(keys) - hits, copying, n_uploaded) if len(keys) else None
+        if time.monotonic() >= self._check_at:
+            self._check_at = time.monotonic() + CHECK_EVERY_S
+            self._make_room()
+        if len(keys):
+            if self.exchange.is_due():
+                self._look()
+            self.exchange.started(self._start_swaps(self.exchange.allowed()))
+        self.saver.save_if_due()
+
+    def stepped(self, seconds: float) -> None:
+        """The step behind the last `between_tokens` took so long, with all that belongs to it."""
+        if self._last_step is None:
+            self.exchange.took_in(seconds)
+        else:
+            self.exchange.decoded(seconds, *self._last_step)
+
+    def after_prompt(self) -> None:
+        """A prompt is computed, its first token is next, and nobody else waits for one: the moment for the swaps that
+        are worth a delay.  The others of the prompt's follow beside the decode."""
+        if not self.exchange.is_due():
+            return
+        self._look()
+        n = self.exchange.worth_waiting_for()
+        while n > 0:
+            started = self._start_swaps(n)
+            if not started:
+                break
+            n -= started
+            self._waited_for += started
+            self.settle()
 
     def settle(self) -> None:
         """Wait for the uploads that are on their way, and publish them."""
@@ -223,39 +248,55 @@ class ExpertTier:
                 future.exception()
         self._publish_finished()
 
-    def _start_swaps(self, device: int) -> None:
-        card = self._cards[device]
-        if not card.accepts or not card.live or card.on_the_way:  # one round at a time: uploads never queue up
-            return
-        table = self.residency.tables[device]
-        at_home = np.flatnonzero(self._home == device)
-        candidates = at_home[~self.residency.is_resident(at_home)]
-        residents = table.residents()
-        if card.open:  # nobody leaves from under a ticket
-            in_use = np.unique(np.concatenate([group.slots for group in card.open]))
-            residents = residents[~np.isin(residents, table.owner[in_use])]
-        heat = self.heat.recent.reshape(-1)
-        for newcomer, victim in choose_swaps(heat, residents, candidates, table.n_free, self._promotion):
-            slot = table.reserve() if victim is None else self.residency.vacate(victim)
-            card.swaps += victim is not None
-            upload = Upload(device, slot, newcomer)
-            card.on_the_way.append((upload, card.uploader.submit(card.device.write_slot, slot, self._slab(newcomer))))
+    def _look(self) -> None:
+        self.exchange.look([card.index for card in self._cards if card.live and card.accepts])
 
-    def _publish_finished(self) -> None:
+    def _start_swaps(self, n: int) -> int:
+        """Start at most n uploads, over the devices in turn.  How many there were."""
+        cards = [card for card in self._cards if card.takes_uploads]
+        started = 0
+        while cards and started < n:
+            self._turn += 1
+            card = cards[self._turn % len(cards)]
+            swap = self.exchange.take(card.index)
+            if swap is None or not card.live:
+                cards.remove(card)
+                continue
+            newcomer, victim = swap
+            table = self.residency.tables[card.index]
+            if victim is not None and self.residency.slot_of(victim) in card.slots_in_use():
+                continue  # nobody leaves from under a ticket
+            slot = table.reserve() if victim is None else self._vacate(card, victim)
+            if slot is None:
+                continue
+            card.swaps += victim is not None
+            card.send(Upload(card.index, slot, newcomer), self._slab(newcomer))
+            started += 1
+        return started
+
+    def _publish_finished(self) -> int:
+        """Publish the uploads that have ended.  How many there were."""
+        ended = 0
         for card in self._cards:
             # one uploader, so they end in the order in which they began
             while card.on_the_way and card.on_the_way[0][1].done():
                 upload, future = card.on_the_way.popleft()
+                ended += 1
                 error = future.exception()
                 if error is not None and not isinstance(error, DeviceError):
                     raise error
+                if error is None:
+                    self.exchange.figures.uploaded(future.result())
                 self._uploaded(upload, error)
+        return ended
 
     def _uploaded(self, upload: Upload, error: DeviceError | None) -> None:
         """An upload has ended: the expert is resident, or its slot is free."""
         card = self._cards[upload.device]
         if not card.live:
             return  # its table is gone
+        if error is None:
+            error = card.seat(*divmod(upload.key, self.experts), upload.slot)
         if error is None:
             self.residency.publish(upload.device, upload.slot, upload.key)
             card.uploads += 1
@@ -280,16 +321,102 @@ class ExpertTier:
             card.accepts = False
             _log.warning(f"{card.label}: {MAX_FAILURES} uploads in a row failed; no more is sent, the residents stay")
 
+    def _vacate(self, card: Card, key: int) -> int | None:
+        """An expert leaves its device; its slot, now reserved.  None: the device could not be told and is given up."""
+        error = card.seat(*divmod(key, self.experts), None)
+        if error is not None:
+            self.quarantine(card.device, str(error))
+            return None
+        return self.residency.vacate(key)
+
+    # ---- memory ----------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Give slots back on devices whose memory others have taken."""
+        for card in self._cards:
+            if not card.live or not card.keep_free_bytes or not self.residency.tables[card.index].n_slots:
+                continue
+            try:
+                missing = bytes_to_give_back(card.device.free_bytes(), card.keep_free_bytes)
+            except DeviceError:
+                continue  # the next group says why
+            if missing:
+                self.give_back(card.index, missing)
+
+    def give_back(self, device: int, n_bytes: int) -> int:
+        """Free at least so much of a device's slots, in whole segments; fewer where there are fewer.  Bytes freed.
+
+        Experts that were there are the CPU's; the hot ones among them find other slots.  Between two steps.
+        """
+        card = self._cards[device]
+        segment_bytes = getattr(card.device, "slot_segment_bytes", 0)
+        if not segment_bytes or card.open or not card.live:
+            return 0  # it cannot, or not now
+        n_slots = self.residency.tables[device].n_slots
+        keep = slots_to_keep(n_slots, self.slab_bytes, segment_bytes, n_bytes)
+        freed = self.resize(device, keep)
+        if freed < 0:
+            self._given_back_bytes -= freed
+            _log.warning(
+                f"{card.label}: its memory is short, {-freed / 2**20:,.0f} MiB of it are given back: "
+                f"{keep:,} of {n_slots:,} expert slots stay"
+            )
+        return max(0, -freed)
+
+    def n_slots(self, device: int) -> int:
+        """Expert slots that a device has now."""
+        return self.residency.tables[device].n_slots
+
+    def resize(self, device: int, n_slots: int) -> int:
+        """Have so many slots on a device, the first ones.  Bytes that it takes more of the device, negative where less.
+
+        Between two steps.  Where a device has no memory for more slots, or is given up meanwhile, nothing is taken.
+        """
+        card, table = self._cards[device], self.residency.tables[device]
+        self.settle()
+        if not card.live or n_slots == table.n_slots:
+            return 0
+        for key in table.owner[n_slots:].tolist():
+            if key >= 0:
+                slot = self._vacate(card, key)
+                if slot is None:
+                    return 0
+                table.release(slot)
+        before = table.n_slots
+        if n_slots < before:
+            table.resize(n_slots)
+        try:
+            taken = card.device.resize_slots(n_slots)
+        except DeviceError as error:
+            _log.warning(f"{card.label}: {before:,} expert slots do not become {n_slots:,}: {error}")
+            if error.kind == "lost":
+                self.quarantine(card.device, str(error))
+            return 0
+        if n_slots > before:
+            table.resize(n_slots)
+        card.n_slots = n_slots
+        self.exchange.look_soon()
+        return taken
+
     # ---- the beginning ---------------------------------------------------------------------------------------
 
     def warm_start(self) -> None:
         """Fill every device with the hottest experts at home on it; one line when it is done."""
+        self._fill(self._order, "warm start")
+
+    def refill(self) -> None:
+        """Fill slots that have come with the experts that are hottest now; one line when it is done."""
+        heat = self.heat.now.reshape(-1)
+        waiting = [np.flatnonzero((self._home == i) & ~self.residency.everybody()) for i in range(len(self._cards))]
+        self._fill([keys[np.argsort(-heat[keys], kind="stable")].tolist() for keys in waiting], "more slots")
+
+    def _fill(self, keys_of: Sequence[Sequence[int]], why: str) -> None:
         start = time.perf_counter()
         uploads: list[list[Upload]] = []  # by device
-        for device, keys in enumerate(self._order):
-            table = self.residency.tables[device]
-            chosen = keys[: table.n_free] if self._cards[device].live else []
-            uploads.append([Upload(device, table.reserve(), key) for key in chosen])
+        for card, keys in zip(self._cards, keys_of, strict=True):
+            table = self.residency.tables[card.index]
+            chosen = keys[: table.n_free] if card.live and card.accepts else []
+            uploads.append([Upload(card.index, table.reserve(), key) for key in chosen])
         if not any(uploads):
             return
         waiting = {upload for mine in uploads for upload in mine}
@@ -303,10 +430,11 @@ class ExpertTier:
             for upload in waiting:  # never tried: the device stopped answering, or an interrupt
                 if self._cards[upload.device].live:
                     self.residency.tables[upload.device].release(upload.slot)
+        seconds = time.perf_counter() - start
+        self.exchange.figures.uploaded(seconds / max(map(len, uploads)))
         n, total = self.residency.n_residents, self.layers * self.experts
         _log.info(
-            f"warm start: {n:,} of {total:,} experts resident ({n * self.slab_bytes / 2**20:,.0f} MiB) "
-            f"in {time.perf_counter() - start:.1f} s"
+            f"{why}: {n:,} of {total:,} experts resident ({n * self.slab_bytes / 2**20:,.0f} MiB) in {seconds:.1f} s"
         )
 
     # ---- failures ----------------------------------------------------------------------------------------------
@@ -339,6 +467,9 @@ class ExpertTier:
         card = self._cards[device]
         card.live = card.accepts = False
         card.open.clear()
+        for key in self.residency.tables[device].residents().tolist():
+            if card.seat(*divmod(key, self.experts), None) is not None:
+                break  # it is not there to be told
         n = self.residency.drop_device(device)
         _log.warning(f"{card.label} is out: {reason}; the CPU computes the {n:,} experts that were on it")
         homeless = np.flatnonzero(self._home == device)
@@ -354,40 +485,16 @@ class ExpertTier:
         """Of each device, whether it is still asked."""
         return [card.live for card in self._cards]
 
-    # ---- heat on disk ------------------------------------------------------------------------------------------
-
-    def _autosave(self) -> None:
-        if self._heat_file is None or time.monotonic() < self._save_at:
-            return
-        self._save_at = time.monotonic() + SAVE_EVERY_S
-        self._finish_save()
-        delta = self.heat.take_unsaved()
-        if delta is not None:
-            self._saving = delta, self._saver.submit(self._heat_file.merge, delta)
-
-    def _finish_save(self) -> None:
-        """See how the last save ended; one that failed is said once and its counts go into the next."""
-        if self._saving is None:
-            return
-        (delta, future), self._saving = self._saving, None
-        error = future.exception()
-        if error is None:
-            return
-        if not isinstance(error, ColiError):
-            raise error
-        self.heat.give_back(delta)
-        if str(error) != self._save_complaint:
-            self._save_complaint = str(error)
-            _log.warning(f"{error}; the run goes on, its heat is not saved")
-
     # ---- about it ------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Where ranks were computed and what is resident, as of the last `between_tokens`.
 
         hits, misses : contributions of devices and of the CPU, prompts too.   hit_rate : of decode alone, by residency,
-        None before the first token.   swaps : begun.   bytes : of experts, by where they are; ``devices`` in the order
-        of placement.
+        None before the first token.   swaps : begun; waited_for : of them, before a first token.
+        given_back_bytes : of slots, for others who needed the memory.   seconds : of a decode step, an upload, what an
+        upload takes from the decode, and a miss; None where it is not known.   bytes : of experts, by where they are;
+        ``devices`` in the order of placement.
         """
         resident = [table.n_residents for table in self.residency.tables]
         total = self.layers * self.experts
@@ -401,7 +508,10 @@ class ExpertTier:
             "uploads": sum(card.uploads for card in self._cards),
             "swaps": sum(card.swaps for card in self._cards),
             "failed_uploads": sum(card.failed_uploads for card in self._cards),
+            "waited_for": self._waited_for,
+            "given_back_bytes": self._given_back_bytes,
             "failed_groups": sum(card.failed_groups for card in self._cards),
+            "seconds": self.exchange.figures.to_dict(),
             "bytes": {
                 "cpu": (total - sum(resident)) * self.slab_bytes,
                 "devices": [n * self.slab_bytes for n in resident],
@@ -446,20 +556,8 @@ class ExpertTier:
             card.uploader.shutdown()
         self._publish_finished()
         self.heat.fold()
-        self._finish_save()
-        delta = self.heat.take_unsaved()
-        if self._heat_file is not None and delta is not None:
-            self._saving = delta, self._saver.submit(self._heat_file.merge, delta)
-            self._finish_save()
-        self._saver.shutdown()
+        self.saver.close()
 
     def _slab(self, key: int) -> np.ndarray:
         layer, expert = divmod(key, self.experts)
         return self._slabs[layer][expert]
-
-
-def _roam() -> None:
-    """Let a helper thread run wherever the process may: it must not inherit the one core of a pinned engine thread."""
-    if hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))

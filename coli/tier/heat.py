@@ -1,8 +1,9 @@
 """How often each expert was chosen, lately and since the last save.
 
-Counts are of decode: a prompt is read once and its routing says little about the answer's.  What is recent decides who
-is resident, so counts fade; what was counted since the last save goes to the file, where other runs add to it too.
-It knows no device, no slot and no file.
+Two questions, two counts.  What the file keeps, and the rate of hits, is of decode alone: a prompt is read once, by
+all experts at a time, and says little about what a machine answers in general.  What is hot now is asked of the answer
+that is about to be decoded, and there the prompt before it is the best witness: it counts, for a while.  It knows no
+device, no slot and no file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import numpy as np
 # with 8 of 256 chosen, one of average heat is counted 32 times by then.
 HALF_LIFE_TOKENS = 1024
 
+# A prompt counts as at most so many tokens of evidence: as much as all that `recent` remembers right behind a halving,
+# so that a long prompt neither drowns what was decoded since nor has to wait for it.
+PROMPT_TOKENS = 1024
+
 
 class Heat:
     """Counts of a model's experts.
@@ -21,7 +26,7 @@ class Heat:
     top_k : experts that a token chooses in a layer.
     start : counts [layer][expert] of earlier runs, or None.  They start as at most HALF_LIFE_TOKENS tokens of evidence,
         keeping their proportions, so that an old file of many tokens does not outvote what is asked now.
-    recent : float64 (layers, experts), fading.
+    recent : float64 (layers, experts), fading, of decode.
     """
 
     def __init__(self, layers: int, experts: int, top_k: int, start: np.ndarray | None = None) -> None:
@@ -34,19 +39,37 @@ class Heat:
         self._choices = 0
         self._next_halving = HALF_LIFE_TOKENS
         self._noted: list[np.ndarray] = []
+        self._prompt = np.zeros((layers, experts))
+        self._prompt_goes_on = False
+        self._noted_prompt: list[np.ndarray] = []
 
     @property
     def tokens(self) -> int:
         """Decode tokens counted so far."""
         return self._choices // (self.top_k * len(self.recent))
 
-    def note(self, layer: int, top_idx: np.ndarray) -> None:
-        """Remember what decode rows chose in a layer: top_idx int (rows, top_k).  Counted by the next `fold`."""
+    @property
+    def now(self) -> np.ndarray:
+        """What is hot now: decode and the last prompts.  float64 (layers, experts)."""
+        tokens = self._prompt.sum(axis=1).max() / self.top_k
+        return self.recent + self._prompt * min(1.0, PROMPT_TOKENS / tokens) if tokens else self.recent
+
+    def note(self, layer: int, top_idx: np.ndarray, decoding: bool = True) -> None:
+        """Remember what rows chose in a layer, or in several from this one on.  Counted by the next `fold`.
+
+        top_idx : int (rows, top_k), or (layers, rows, top_k).   decoding : else the rows are a prompt's.
+        """
+        n_experts = self.recent.shape[1]
+        first = layer * n_experts
+        if top_idx.ndim == 3:
+            first = first + n_experts * np.arange(len(top_idx))[:, None, None]
         # the sum is a copy: top_idx is a buffer that the next layer overwrites
-        self._noted.append(top_idx.reshape(-1) + layer * self.recent.shape[1])
+        (self._noted if decoding else self._noted_prompt).append((top_idx + first).reshape(-1))
 
     def fold(self) -> np.ndarray:
-        """Count what was noted; the keys (layer * experts + expert) of it, one for each choice."""
+        """Count what was noted; the keys (layer * experts + expert) that decode rows chose, one for each choice."""
+        if self._noted_prompt:
+            self._fold_prompt()
         if not self._noted:
             return np.empty(0, np.int64)
         keys = np.concatenate(self._noted)
@@ -54,10 +77,20 @@ class Heat:
         np.add.at(self.recent.reshape(-1), keys, 1.0)  # not += : rows of one layer may have chosen the same expert
         np.add.at(self._unsaved.reshape(-1), keys, 1.0)
         self._choices += len(keys)
+        self._prompt_goes_on = False
         while self.tokens >= self._next_halving:
             self.recent *= 0.5
+            self._prompt *= 0.5
             self._next_halving += HALF_LIFE_TOKENS
         return keys
+
+    def _fold_prompt(self) -> None:
+        if not self._prompt_goes_on:  # another one: what the earlier ones said fades
+            self._prompt *= 0.5
+            self._prompt_goes_on = True
+        keys = np.concatenate(self._noted_prompt)
+        self._noted_prompt.clear()
+        self._prompt += np.bincount(keys, minlength=self._prompt.size).reshape(self._prompt.shape)
 
     def take_unsaved(self) -> np.ndarray | None:
         """What was counted since the last call, to be merged into a file; None where that is nothing."""

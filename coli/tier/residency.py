@@ -55,6 +55,18 @@ class Residency:
         """Which of some keys are on a device: bool, the shape of ``keys``."""
         return self._flat_device[keys] != ON_CPU
 
+    def device_of(self, key: int) -> int:
+        """The device that an expert is on, or ON_CPU."""
+        return int(self._flat_device[key])
+
+    def slot_of(self, key: int) -> int:
+        """The slot of an expert that is on a device."""
+        return int(self._flat_slot[key])
+
+    def everybody(self) -> np.ndarray:
+        """Which experts are on a device: bool, by key."""
+        return self._flat_device != ON_CPU
+
     def publish(self, device: int, slot: int, key: int) -> None:
         """An expert's upload into a reserved slot is complete: from now on it is found there."""
         assert self._flat_device[key] == ON_CPU, f"expert {key} would be on two devices"

@@ -69,3 +69,11 @@ class SlotTable:
         self.owner[slot] = FREE
         self._free.append(slot)
         self.n_reserved -= 1
+
+    def resize(self, n_slots: int) -> None:
+        """Slots come or go at the end; those that go are free."""
+        gone = self.owner[n_slots:]
+        assert (gone == FREE).all(), f"of {n_slots} slots on, {np.count_nonzero(gone != FREE)} are not free"
+        fresh = np.full(max(0, n_slots - self.n_slots), FREE, np.int64)
+        self.owner = np.concatenate([self.owner[:n_slots], fresh])
+        self._free = np.flatnonzero(self.owner == FREE)[::-1].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -15,8 +16,9 @@ from devices.slabs import assert_bits, random_slabs, reference_ffn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coli.devices.base import DeviceError
 from coli.devices.fake import POISON, FakeDevice
-from coli.tier import expert_tier
+from coli.tier import saving
 from coli.tier.expert_tier import ExpertTier
 from coli.tier.heat import Heat
 from coli.tier.heatfile import HeatFile, HeatShape, read_heat
@@ -28,14 +30,31 @@ SLABS, SPEC = random_slabs(np.random.default_rng(3), "i4_group", HIDDEN, 128, LA
 SLABS = SLABS.reshape(LAYERS, EXPERTS, -1)
 X = np.random.default_rng(4).standard_normal((4, HIDDEN), np.float32)
 EXPECTED = np.array([[reference_ffn(SLABS[la, e], SPEC, X) for e in range(EXPERTS)] for la in range(LAYERS)])
-ALWAYS = Promotion(every_tokens=1, max_swaps=1, ratio=0.0, margin=-1.0)  # somebody leaves at every token
+UNLIMITED = Promotion(max_swaps=8, max_slowdown=math.inf)
+ALWAYS = Promotion(every_tokens=1, max_swaps=1, ratio=0.0, margin=-1.0, max_slowdown=math.inf)  # one leaves each token
 
 
-def make(slots=(4,), *, fail=(), start=None, homes=None, promotion=Promotion(), heat_file=None, warm=True):
+class SeatedDevice(FakeDevice):
+    """A fake that keeps its own table of who is where, as one that computes whole layers does."""
+
+    def __init__(self, *args, **options):
+        self.seen = {}
+        super().__init__(*args, **options)
+
+    def seat(self, layer, expert, slot):
+        super().seat(layer, expert, slot)
+        if slot is None:
+            del self.seen[layer, expert]
+        else:
+            assert (layer, expert) not in self.seen and slot not in self.seen.values()
+            self.seen[layer, expert] = slot
+
+
+def make(slots=(4,), *, fail=(), start=None, homes=None, promotion=UNLIMITED, heat_file=None, warm=True, **options):
     """A tier over fakes with open arenas; experts are at home in turn, in key order (or by heat)."""
     devices = []
     for i, n in enumerate(slots):
-        device = FakeDevice(1 << 24, name=f"fake{i}", fail=fail[i] if i < len(fail) else ())
+        device = SeatedDevice(1 << 24, name=f"fake{i}", fail=fail[i] if i < len(fail) else ())
         device.index = i
         device.open_arena(0, n, SPEC)
         devices.append(device)
@@ -43,7 +62,8 @@ def make(slots=(4,), *, fail=(), start=None, homes=None, promotion=Promotion(), 
     if homes is None:
         keys = np.argsort(-heat.recent.reshape(-1), kind="stable").tolist()
         homes = [[divmod(key, EXPERTS) for key in keys[i :: len(slots)]] for i in range(len(slots))]
-    tier = ExpertTier(list(SLABS), devices, slots, homes, heat=heat, heat_file=heat_file, promotion=promotion)
+    options |= {"heat": heat, "heat_file": heat_file, "promotion": promotion}
+    tier = ExpertTier(list(SLABS), devices, slots, homes, **options)
     if warm:
         tier.warm_start()
     return tier
@@ -64,8 +84,7 @@ def run_layer(tier, layer, top_idx, *, note=True):
 
     groups = tier.issue(layer, top_idx, x, external)
     x[:] = np.nan  # the step's buffers move on
-    if note:
-        tier.note(layer, top_idx)
+    tier.note(layer, top_idx, note)
     for row, rank in zip(*np.nonzero(external == 0), strict=True):
         on_cpu(row, rank)
     for group in groups:
@@ -92,7 +111,10 @@ def check(tier):
     for index, (table, card) in enumerate(zip(tier.residency.tables, tier._cards, strict=True)):
         if not card.live:
             assert 0 == table.n_slots
+            assert not card.device.seen or card.device._lost
             continue
+        seated = {divmod(key, EXPERTS): slot for slot, key in enumerate(table.owner.tolist()) if key >= 0}
+        assert seated == card.device.seen
         assert card.n_slots == table.n_slots == table.n_free + table.n_reserved + table.n_residents
         assert table.n_reserved == (table.owner == RESERVED).sum() == len(card.on_the_way)
         for slot, key in enumerate(table.owner.tolist()):
@@ -218,7 +240,7 @@ def test_even_routing_moves_nobody():
 
 
 def test_prompt_is_no_heat():
-    """Rows that are not noted change neither heat nor residency, but are hits and misses."""
+    """A prompt's rows change neither heat nor, before a token, residency, but are hits and misses."""
     tier = make((4,), promotion=ALWAYS)
     before = residents(tier)
     run_layer(tier, 0, [[5, 6, 7], [5, 6, 1]], note=False)
@@ -238,6 +260,77 @@ def test_forced_eviction_at_every_token_changes_no_bit(slots):
     tokens(tier, rng, 25)
     check(tier)
     assert tier.stats()["swaps"] >= 20
+    tier.close()
+
+
+def test_prompts_experts_come_at_the_first_token_behind_it():
+    """What the prompt chose replaces what it did not, from the first decoded token on, without waiting for the 16th."""
+    tier = make((4,), promotion=Promotion(max_slowdown=math.inf))
+    for _ in range(3):
+        for layer in range(LAYERS):
+            run_layer(tier, layer, [[5, 6, 7]] * 4, note=False)
+        tier.between_tokens()
+    assert [(0, 0), (0, 1), (0, 2), (0, 3)] == residents(tier)
+    tokens(tier, np.random.default_rng(0), 1)
+    assert {5, 6, 7} == {expert for _, expert in residents(tier)}
+    assert 4 == tier.stats()["swaps"]
+    check(tier)
+    tier.close()
+
+
+def test_swaps_wait_for_measured_seconds():
+    """Nothing starts before a step was timed; then as much as 3 % of the steps' seconds pay for."""
+    tier = make((4,), promotion=Promotion(every_tokens=1, ratio=0.0, margin=-1.0))
+    tier.exchange.figures._upload.value = 10e-3
+    rng = np.random.default_rng(0)
+    tokens(tier, rng, 5)
+    assert 0 == tier.stats()["swaps"]
+    for _ in range(20):
+        tier.stepped(0.1)
+        tier.exchange.figures._upload.value = 10e-3
+        tokens(tier, rng, 1)
+    assert 5 <= tier.stats()["swaps"] <= 6
+    seconds = tier.stats()["seconds"]
+    assert (0.1, None) == (seconds["step"], seconds["miss"])
+    tier.close()
+
+
+def measured(tier, rng, *, prompt_s=1.0):
+    """Tokens and a prompt for a tier whose misses are dear."""
+    for _ in range(80):
+        for layer in range(LAYERS):
+            run_layer(tier, layer, [rng.choice(EXPERTS, TOP_K, replace=False)])
+        tier.between_tokens()
+        tier.stepped(1e-3 + 1e-2 * tier._last_step[1])
+    for layer in range(LAYERS):
+        run_layer(tier, layer, [[5, 6, 7]] * 4, note=False)
+        tier.note(layer, np.full((1000, 3), [[5, 6, 7]], np.int32), False)
+    tier.between_tokens()
+    tier.stepped(prompt_s)
+
+
+def test_first_token_finds_the_swaps_that_were_worth_waiting_for():
+    """Behind a prompt they are there before the first token; behind a short one nobody waits."""
+    for prompt_s, expected in ((1.0, 4), (0.0, 0)):
+        tier = make((4,), promotion=Promotion(every_tokens=10**6))
+        measured(tier, np.random.default_rng(0), prompt_s=prompt_s)
+        tier.after_prompt()
+        assert expected == tier.stats()["waited_for"] == tier.stats()["swaps"]
+        assert not tier._cards[0].on_the_way
+        assert expected == len({(la, e) for la, e in residents(tier) if e in (5, 6, 7)})
+        tier.after_prompt()  # nothing new
+        assert expected == tier.stats()["waited_for"]
+        check(tier)
+        tier.close()
+
+
+def test_failing_uploads_end_the_wait():
+    """A card that takes no more uploads does not keep the first token waiting."""
+    tier = make((4,), fail=[[("upload", n) for n in range(5, 50)]], promotion=Promotion(every_tokens=10**6))
+    measured(tier, np.random.default_rng(0))
+    tier.after_prompt()
+    assert 4 == tier.stats()["failed_uploads"]
+    check(tier)
     tier.close()
 
 
@@ -285,6 +378,127 @@ def test_expert_on_its_way_belongs_to_the_cpu(monkeypatch):
     tier.settle()
     assert [(0, 1)] == residents(tier)
     check(tier)
+    tier.close()
+
+
+# ---- a device that computes whole layers -------------------------------------------------------------------
+
+
+def test_skipped_device_keeps_its_ranks_and_the_others_theirs():
+    """In the middle of a device's own layer the others are asked for what it lacks, and external says who has what."""
+    tier = make((4, 4), homes=[[(0, 0), (0, 1), (1, 4)], [(0, 2), (0, 3)]])
+    mine = tier._cards[0].device
+    top_idx = np.array([[0, 2, 7], [3, 1, 5]], np.int32)
+    external = np.array([[1, 0, 0], [0, 1, 0]], np.uint8)
+    (group,) = tier.issue(0, top_idx, X[:2], external, skip=mine)
+    assert (1, [0, 1], [1, 0]) == (group.index, group.rows.tolist(), group.ranks.tolist())
+    assert [[1, 1, 0], [1, 1, 0]] == external.tolist()
+    assert_bits(EXPECTED[0, [2, 3], [0, 1]], tier.take(group))
+    assert (2, 2) == (tier.stats()["hits"], tier.stats()["misses"])
+    tier.took(mine, 0, np.stack([top_idx, [[4, 0, 1], [2, 3, 5]]]))
+    assert [3, 2] == [entry["hits"] for entry in tier.stats()["devices"]]
+    assert (5, 2) == (tier.stats()["hits"], tier.stats()["misses"])
+    tier.close()
+
+
+def test_device_learns_of_every_change_before_the_next_step():
+    """Warm start, swap, failed upload, quarantine: its own table says what the tier's says (`check`, everywhere)."""
+    tier = make((3,), fail=[[("upload", 2), ("upload", 5)]], promotion=ALWAYS)
+    assert {(0, 0): 0, (0, 2): 2} == tier._cards[0].device.seen
+    tokens(tier, np.random.default_rng(0), 6)
+    check(tier)
+    tier.quarantine(tier._cards[0].device, "a test says so")
+    assert {} == tier._cards[0].device.seen
+    tier.close()
+
+
+def test_device_that_cannot_be_told_is_given_up(monkeypatch, caplog):
+    """If a victim's leaving does not reach the device, it would go on computing with another expert's bytes."""
+    tier = make((4,), promotion=ALWAYS)
+
+    def lost(*_):
+        raise DeviceError("gone", "lost")
+
+    monkeypatch.setattr(tier._cards[0], "_seat", lost)
+    tokens(tier, np.random.default_rng(0), 1)
+    assert [False] == tier.live
+    assert "is out: gone" in caplog.text
+    tier.close()
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+
+def test_slots_are_given_back_when_others_take_the_memory(caplog):
+    """Whole segments from the end, as much as the reserve lacks; who was there is the CPU's, and the bits stay."""
+    tier = make((10,), keep_free_bytes=[4 * SPEC.slab_bytes])
+    device = tier._cards[0].device
+    device.segment_slots = 2
+    device.set_free_bytes(10 * SPEC.slab_bytes + 2 * SPEC.slab_bytes)
+    tier._make_room()
+    assert 10 == tier.n_slots(0)  # half of the reserve is there
+    device.set_free_bytes(10 * SPEC.slab_bytes + SPEC.slab_bytes)
+    tier._check_at = 0
+    tokens(tier, np.random.default_rng(0), 1)
+    assert (6, 6) == (tier.n_slots(0), tier.residency.n_residents)
+    assert 5 * SPEC.slab_bytes == device.free_bytes()
+    assert "its memory is short" in caplog.text and "6 of 10 expert slots stay" in caplog.text
+    assert 4 * SPEC.slab_bytes == tier.stats()["given_back_bytes"]
+    check(tier)
+    device.set_free_bytes(0)
+    for n in (2, 0, 0):
+        tier._make_room()
+        assert n == tier.n_slots(0) == len(residents(tier))
+    tokens(tier, np.random.default_rng(0), 2)
+    check(tier)
+    tier.close()
+
+
+def test_slot_that_is_being_written_is_waited_for(monkeypatch):
+    """An upload into the part that goes ends first; then its expert leaves with the others."""
+    tier, gate = stuck_upload(monkeypatch)
+    threading.Timer(0.05, gate.set).start()
+    assert -SPEC.slab_bytes == tier.resize(0, 0)
+    assert ([], 0) == (residents(tier), tier.n_slots(0))
+    check(tier)
+    tier.close()
+
+
+def test_more_slots_are_filled_with_the_hottest():
+    """A raised allowance is used at once, best first; without memory for it nothing changes."""
+    tier = make((4,), start=np.arange(16.0).reshape(LAYERS, EXPERTS))
+    device = tier._cards[0].device
+    assert 4 * SPEC.slab_bytes == tier.resize(0, 8)
+    tier.refill()
+    assert [(1, e) for e in range(8)] == residents(tier)
+    device.set_free_bytes(9 * SPEC.slab_bytes)
+    assert 0 == tier.resize(0, 10)
+    assert 8 == tier.n_slots(0) == tier.residency.n_residents
+    check(tier)
+    tier.resize(0, 5)
+    tier.resize(0, 6)
+    tier.refill()
+    assert 6 == tier.residency.n_residents
+    check(tier)
+    tier.close()
+
+
+def test_slots_under_an_open_ticket_are_not_given_back():
+    """Whoever reads is not robbed; the next look finds the ticket closed."""
+    tier = make((4,), keep_free_bytes=[1 << 20])
+    (group,) = tier.issue(0, np.array([[0, 1, 7]], np.int32), X[:1], np.empty((1, TOP_K), np.uint8))
+    assert 0 == tier.give_back(0, 1)
+    tier.take(group)
+    assert SPEC.slab_bytes == tier.give_back(0, 1)
+    tier.close()
+
+
+def test_device_that_cannot_give_back_keeps_its_slots(monkeypatch):
+    """A device with one allocation for all is left as it is."""
+    monkeypatch.setattr(SeatedDevice, "slot_segment_bytes", 0)
+    tier = make((4,), keep_free_bytes=[1 << 40])
+    tier._make_room()
+    assert 4 == tier.n_slots(0)
     tier.close()
 
 
@@ -469,6 +683,7 @@ STEP = st.one_of(
     st.tuples(st.just("cut off"), st.integers(0, 2**32 - 1)),
     st.tuples(st.just("settle"), st.just(0)),
     st.tuples(st.just("quarantine"), st.integers(0, 2)),
+    st.tuples(st.just("resize"), st.integers(0, 40)),
 )
 FAIL = st.lists(
     st.tuples(st.sampled_from(["upload", "issue", "take", "die"]), st.integers(1, 60)), max_size=4, unique=True
@@ -486,7 +701,11 @@ def test_random_histories_keep_the_books_and_compute_every_rank_once(slots, fail
     """Note, issue, take, swap, failure, loss in any order on 1 to 3 devices: used == residents + reserved, always."""
     # "die" counts the arena's allocation too: a device that is lost before the tier has it is placement's business
     fails = [[(op, max(n, 2) if op == "die" else n) for op, n in some] for some in fails]
-    promotion = Promotion(1, 2, 0.0, -1.0) if eager else Promotion(every_tokens=2, max_swaps=3)
+    promotion = (
+        Promotion(1, 2, 2, 0.0, -1.0, max_slowdown=math.inf)
+        if eager
+        else Promotion(every_tokens=2, max_swaps=3, max_swaps_of_prompt=3, max_slowdown=math.inf)
+    )
     tier = make(tuple(slots), fail=fails, promotion=promotion)
     try:
         for name, value in steps:
@@ -496,6 +715,11 @@ def test_random_histories_keep_the_books_and_compute_every_rank_once(slots, fail
                     tier.quarantine(tier._cards[value].device, "a test says so")
             elif name == "settle":
                 tier.settle()
+            elif name == "resize":
+                device, n = value % len(slots), value // len(slots)
+                if slots[device]:
+                    tier.resize(device, n)
+                    tier.refill()
             elif name == "cut off":
                 idx = rng.permutation(EXPERTS)[None, :TOP_K].astype(np.int32)
                 tier.issue(0, idx, X[:1], np.empty((1, TOP_K), np.uint8))
@@ -508,7 +732,8 @@ def test_random_histories_keep_the_books_and_compute_every_rank_once(slots, fail
                 tier.between_tokens()
             check(tier)
         stats = tier.stats()
-        assert stats["uploads"] - stats["swaps"] <= sum(slots)
+        if not any(name == "resize" for name, _ in steps):
+            assert stats["uploads"] - stats["swaps"] <= sum(slots)
     finally:
         tier.close()
     assert all(table.n_reserved == 0 for table in tier.residency.tables)
@@ -550,10 +775,10 @@ def test_heat_is_saved_while_it_runs(tmp_path, monkeypatch):
         run_layer(tier, layer, [[0, 1, 2]])
     tier.between_tokens()
     assert not path.exists()
-    later = time.monotonic() + expert_tier.SAVE_EVERY_S
-    monkeypatch.setattr(expert_tier.time, "monotonic", lambda: later)
+    later = time.monotonic() + saving.SAVE_EVERY_S
+    monkeypatch.setattr(saving.time, "monotonic", lambda: later)
     tier.between_tokens()
-    tier._saving[1].result()
+    tier.saver.under_way[1].result()
     assert LAYERS * TOP_K == read_heat(path, SHAPE).sum()
     monkeypatch.undo()
     tier.close()
@@ -570,9 +795,9 @@ def test_heat_that_cannot_be_saved_is_one_warning(tmp_path, caplog):
     for _ in range(3):
         for layer in range(LAYERS):
             run_layer(tier, layer, [[0, 1, 2]])
-        tier._save_at = 0
+        tier.saver.save_at = 0
         tier.between_tokens()
-        tier._saving[1].exception()
+        tier.saver.under_way[1].exception()
     assert 1 == caplog.text.count("its heat is not saved")
     folder.mkdir()
     tier.close()

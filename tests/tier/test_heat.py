@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coli.tier.heat import HALF_LIFE_TOKENS, Heat
+from coli.tier.heat import HALF_LIFE_TOKENS, PROMPT_TOKENS, Heat
 
 
 def test_noted_choices_are_counted_by_fold():
@@ -56,3 +56,45 @@ def test_unsaved_counts_are_given_out_once_and_taken_back():
     heat.fold()
     heat.give_back(delta)
     assert [[1, 1]] == heat.take_unsaved().tolist()
+
+
+def test_prompt_is_hot_now_and_no_heat():
+    """A prompt's choices count for what is hot now, at most as a half life of tokens, and neither for the file nor for
+    the tokens."""
+    heat = Heat(2, 4, 2)
+    heat.note(0, np.array([[0, 1], [0, 2]], np.int32), False)
+    assert 0 == len(heat.fold())
+    assert [[2, 1, 1, 0], [0, 0, 0, 0]] == heat.now.tolist()
+    assert (0, 0, None) == (heat.tokens, heat.recent.sum(), heat.take_unsaved())
+    heat.note(1, np.tile(np.array([[3, 2]], np.int32), (4 * PROMPT_TOKENS, 1)), False)
+    heat.fold()
+    assert [PROMPT_TOKENS, PROMPT_TOKENS] == heat.now[1, 2:].tolist()
+
+
+def test_chunks_of_a_prompt_count_alike_and_an_older_prompt_half():
+    """Decode in between makes it another prompt; what was decoded long enough ago and what was read fade together."""
+    heat = Heat(1, 2, 1)
+    for _ in range(2):
+        heat.note(0, np.array([[0]], np.int32), False)
+        heat.fold()
+    assert [[2, 0]] == heat.now.tolist()
+    heat.note(0, np.array([[1]], np.int32))
+    heat.fold()
+    heat.note(0, np.array([[1]], np.int32), False)
+    heat.fold()
+    assert [[1, 2]] == heat.now.tolist()
+    heat.note(0, np.zeros((HALF_LIFE_TOKENS, 1), np.int32))
+    heat.fold()
+    assert [[(HALF_LIFE_TOKENS + 1) / 2, 1]] == heat.now.tolist()
+
+
+def test_layers_of_a_span_are_noted_at_once():
+    """(layers, rows, top_k) from a layer on is the same as layer by layer."""
+    once, each = Heat(4, 4, 2), Heat(4, 4, 2)
+    top_idx = np.random.default_rng(0).integers(0, 4, (3, 5, 2)).astype(np.int32)
+    for decoding in (True, False):
+        once.note(1, top_idx, decoding)
+        for layer in range(3):
+            each.note(1 + layer, top_idx[layer], decoding)
+    assert once.fold().tolist() == each.fold().tolist()
+    assert once.now.tolist() == each.now.tolist()

@@ -49,3 +49,27 @@ def test_step_out_of_turn_is_an_assertion_error(wrong):
     table = SlotTable(1)
     with pytest.raises(AssertionError):
         table.publish(0, 5) if wrong == "publish" else getattr(table, wrong)(0)
+
+
+def test_slots_come_and_go_at_the_end():
+    """Those that stay keep their owners; new ones are free, and the lowest free number is still taken first."""
+    table = SlotTable(4)
+    for slot in (0, 1):
+        table.reserve()
+        table.publish(slot, 10 + slot)
+    table.resize(2)
+    assert (2, 0, 2) == (table.n_slots, table.n_free, table.n_residents)
+    table.resize(5)
+    assert ([10, 11, FREE, FREE, FREE], 3) == (table.owner.tolist(), table.n_free)
+    assert 2 == table.reserve()
+
+
+@pytest.mark.parametrize("state", ["resident", "reserved"])
+def test_slot_that_is_not_free_cannot_go(state):
+    """Whoever is there has to leave first."""
+    table = SlotTable(3)
+    table.reserve()
+    if state == "resident":
+        table.publish(0, 1)
+    with pytest.raises(AssertionError, match="1 are not free"):
+        table.resize(0)
