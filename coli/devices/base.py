@@ -11,7 +11,7 @@ Implemented by ``fake`` and ``cuda``.  A device knows no model, no heat, no COLI
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, Sequence
+from typing import Any, Callable, NamedTuple, Protocol, Sequence
 
 import numpy as np
 
@@ -151,6 +151,22 @@ class Device(Protocol):
         """Give everything back.  Safe to call twice, and on a lost device."""
 
 
+class ElasticDevice(Device, Protocol):
+    """A device that can have more or fewer slots while its arena is open.
+
+    slot_segment_bytes : slots are freed so many bytes at a time, counted from slot 0.
+    """
+
+    slot_segment_bytes: int
+
+    def resize_slots(self, slots: int) -> int:
+        """Have so many slots, the first ones; the bytes that this takes, negative where memory is given back.
+
+        Slots that go hold nobody, nothing reads or writes them, and no batch is in a span.  Raises
+        DeviceError("out of memory") and changes nothing.
+        """
+
+
 class LayerDevice(Device, Protocol):
     """A device that also takes whole layers: in-projection, DeltaNet or attention, out-projection in one call.
 
@@ -178,4 +194,131 @@ class LayerDevice(Device, Protocol):
 
         position : of the first row; the state has moved on behind the last.
         cos, sin : float32 (T, rotary_half) of these positions, for attention.   out : as in `matmul`.
+        """
+
+
+# ---- runs of whole layers --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a whole layer needs beside its mixer and its experts.
+
+    norm1, norm2 : float32 (hidden,), 1 + w, before the mixer and before the experts.
+    router (experts, hidden), shared_gate (1, hidden) : row-major matrices, not quantised.
+    """
+
+    norm1: np.ndarray
+    norm2: np.ndarray
+    router: MatrixSpec
+    shared_gate: MatrixSpec
+
+
+class Asked(NamedTuple):
+    """What a device wants of its host to finish a layer.  The arrays are the device's; valid until the answer.
+
+    place : of the layer among the span's layers.
+    xn : float32 (T, hidden), what the experts take (after the second norm).
+    top_idx : int32 (T, top_k), the experts chosen, in rank order.
+    external : uint8 (T, top_k), 1 where the device computes that rank itself; the others are asked for.
+    shared : the shared expert is asked for too.
+    """
+
+    place: int
+    xn: np.ndarray
+    top_idx: np.ndarray
+    external: np.ndarray
+    shared: bool
+
+
+class SpanPart(NamedTuple):
+    """Consecutive rows of one sequence in a batch.
+
+    position : of the first row.   states : one for each layer of the span, in order, with room for all of the rows.
+    """
+
+    first_row: int
+    n_rows: int
+    position: int
+    states: Sequence[LayerState]
+
+
+class SpanRun(Protocol):
+    """A batch on its way through a span: ``ask`` and ``answer`` in turn, then ``finish``; or ``abandon``.
+
+    A DeviceError anywhere ends the run, and the states of its batch mean nothing afterwards.
+
+    finite : behind ``finish``, whether every logit is neither NaN nor infinite.
+    """
+
+    finite: bool
+
+    def ask(self) -> Asked | None:
+        """Wait for the next layer that lacks something; None once the device needs nobody any more."""
+
+    def answer(self, expert_y: np.ndarray, slot_of: np.ndarray, shared_y: np.ndarray | None) -> None:
+        """Give what was asked for; the device goes on.  The arrays are free again on return.
+
+        expert_y : float32 (slots, >= hidden); rank j of row t stands in expert_y[slot_of[t, j]], unweighted.
+        slot_of : int32 (T, top_k); only ranks that were asked for are looked at.
+        shared_y : float32 (T, >= hidden), the shared expert's output; None where it was not asked for.
+        """
+
+    def finish(
+        self, x_out: np.ndarray | None, logits: np.ndarray | None, soon: Callable[[], None] | None = None
+    ) -> np.ndarray:
+        """Wait for the end: the experts chosen, int32 (layers, T, top_k).
+
+        x_out : float32 (T, hidden), where the residual stream goes.
+        logits : float32 (rows wanted, >= vocabulary), where the logits go.
+        soon : may be called a little before the end, for whoever takes long to wake up.
+        """
+
+    def abandon(self) -> None:
+        """The host will not answer: let the device run to its end and wait for it.  Safe to call at any time."""
+
+
+class SpanDevice(LayerDevice, Protocol):
+    """A device that also takes runs of whole layers: from residual stream to residual stream, or to the logits.
+
+    Norms, routing, the experts that it has and the sum over ranks stay on it.  What it lacks (experts in no slot, a
+    shared expert that is not resident) it asks of its host, layer by layer, while it computes the rest.
+    """
+
+    def span_bytes(self, geometry: dict[str, Any], n_layers: int) -> int:
+        """Bytes that spans over so many layers take beside the arena: vectors, routers, scratch, at most.
+
+        geometry : of ``engine.bind.geometry``.
+        """
+
+    def layer(self, index: int, mixer: Any, shared: Any | None, spec: LayerSpec) -> Any:
+        """A whole layer, ready for `span`.  Takes memory beside the arena.
+
+        index : the layer's number in the model, as in `seat`.   mixer : of `LayerDevice.mixer`.
+        shared : the shared expert's resident slab; None where the host computes it.
+        """
+
+    def head(self, norm: np.ndarray, matrix: Any) -> Any:
+        """The final norm, float32 (hidden,), 1 + w, and the resident lm_head, ready for `span`."""
+
+    def span(self, layers: Sequence[Any], head: Any | None = None) -> Any:
+        """Consecutive layers, and the head behind the last where it is given.  ``max_rows`` of it: rows of a batch."""
+
+    def seat(self, layer: int, expert: int, slot: int | None) -> None:
+        """From the next `begin_span` on this expert is in this slot, or in none.  Never while a batch is in a span."""
+
+    def begin_span(
+        self,
+        span: Any,
+        parts: Sequence[SpanPart],
+        x: np.ndarray,
+        cos: np.ndarray,
+        sin: np.ndarray,
+        logit_rows: Sequence[int] = (),
+    ) -> SpanRun:
+        """Start a batch; the states have moved on behind its last rows when it has finished.
+
+        x : float32 (T, hidden), T at most ``span.max_rows``; rows may lie apart; free again on return.
+        cos, sin : float32 (positions, rotary_half), of all positions from 0 on.
+        logit_rows : the rows whose logits are wanted, ascending; only with a head.
         """

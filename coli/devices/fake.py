@@ -19,33 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from coli._core import kernels
-from coli.container.layout import ALIGN_BYTES, FORMATS, matrix_layout, round_up
-from coli.devices import fakemixer
-from coli.devices.base import DeviceError, MatrixSpec, MixerSpec, SlabSpec
+from coli.container.layout import ALIGN_BYTES, matrix_layout, round_up
+from coli.devices import fakemath, fakemixer, fakespan
+from coli.devices.base import DeviceError, LayerSpec, MatrixSpec, MixerSpec, SlabSpec, SpanPart
+from coli.devices.fakemath import Part, answer, check_rows, part_of, require, slab_parts
 
-OPERATIONS = ("alloc", "upload", "matmul", "issue", "take", "mix")
+OPERATIONS = ("alloc", "upload", "matmul", "issue", "take", "mix", "span", "ask", "answer", "finish")
 POISON = 0xA5  # what freed memory holds: finite in every number format, and nobody's weights
 
 _KIND = {"alloc": "out of memory"}  # of a failure by ``fail``; the others are "launch"
 _SPIN_S = 0.0005  # a sleep overshoots by about 0.1 ms, so the last half millisecond is spun
-_STORED = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16}  # as `kernels.dense` takes them
-
-
-def _require(condition: bool, message: str) -> None:
-    """``assert`` that stays under -O: what stands after it would otherwise read memory that is not its own."""
-    if not condition:
-        raise AssertionError(message)
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """A matrix in the arena: where it starts and how to read it.  It holds no data of its own."""
-
-    offset: int
-    format: str
-    rows: int
-    cols: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +39,7 @@ class _Resident:
     arena: np.ndarray
     offset: int
     n_bytes: int
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +78,7 @@ class _State:
 
     def reach(self, positions: int) -> None:
         """Make room for so many positions in all."""
-        _require(self in self.device._states, "a state of a device that was closed")
+        require(self in self.device._states, "a state of a device that was closed")
         more = self.core.bytes_for(positions) - self.n_bytes
         if more > 0:
             self.device._take_beside(more, f"a state of {self.mixer.into.name}")
@@ -103,7 +86,7 @@ class _State:
 
     def copy(self) -> _State:
         """An independent state with the same contents."""
-        _require(self.core is not None, "a state is copied that was closed, or that a failure has spoiled")
+        require(self.core is not None, "a state is copied that was closed, or that a failure has spoiled")
         other = _State(self.device, self.mixer, self.core.copy())
         other.position = self.position
         self.device._states.add(other)
@@ -128,7 +111,8 @@ class FakeDevice:
     free_bytes : what an arena may take; see `set_free_bytes`.
     gb_s : bytes it reads and takes in, in GB/s (10**9); None is as fast as it goes.   latency_us : of each operation.
     fail : (operation, n) pairs, n from 1; operation one of "alloc" (out of memory), "upload", "matmul", "issue",
-        "take", "mix" (launch), or "die": the n-th operation of any kind loses the device for ever.
+        "take", "mix", "span", "ask", "answer", "finish" (launch), or "die": the n-th operation of any kind loses the
+        device for ever.
 
     calls : every operation as (operation, details...), in order, failed ones too, so that ``fail=[(operation, n)]``
         is the n-th entry of that operation.
@@ -139,11 +123,17 @@ class FakeDevice:
         - ("matmul", name, rows), a resident slab's ``ffn`` and ``begin_ffn`` too
         - ("issue", layer, slots, rows_of), ("take", layer) or ("take", name)
         - ("mix", name of the in-projection, position, rows)
+        - ("span", first layer, layers, rows), ("ask", layers that were done), ("answer", layer, ranks, shared or not),
+          ("finish", rows whose logits were wanted)
         - ("clear", slot), ("free", name), ("close",), which never fail and which "die" does not count
 
     index : 0 until somebody numbers the devices.   uuid, pci_bus_id : None, it has none.
+    seats : the slot of each (layer, expert) that was seated.   span_rows : what a span's ``max_rows`` will be.
+    segment_slots : slots that `resize_slots` frees together.
     """
 
+    span_rows = 512
+    segment_slots = 1
     uuid: str | None = None
     pci_bus_id: str | None = None
 
@@ -182,7 +172,8 @@ class FakeDevice:
     def free_bytes(self) -> int:
         """What an arena could take now."""
         self._refuse_if_lost()
-        return max(0, self._limit_bytes - self._arena.size - self._beside_bytes)
+        arena_bytes = self._arena.size - self._given_back_bytes + self._more_slots.size
+        return max(0, self._limit_bytes - arena_bytes - self._beside_bytes)
 
     def set_free_bytes(self, free_bytes: int) -> None:
         """What `free_bytes` says when no arena is open, from now on: another program came or went."""
@@ -191,9 +182,10 @@ class FakeDevice:
 
     def open_arena(self, resident_bytes: int, slots: int, slab: SlabSpec | None) -> None:
         """Take one allocation.  An arena that is open is given back first, and all handles into it are void."""
-        _require(not self._tickets, f"{self.name}: the arena is opened anew under {len(self._tickets)} open tickets")
-        _require(resident_bytes >= 0 and slots >= 0, f"{self.name}: an arena of {resident_bytes} bytes, {slots} slots")
-        _require(slots == 0 or slab is not None, f"{self.name}: {slots} slots of no shape")
+        self._check_idle()
+        require(not self._tickets, f"{self.name}: the arena is opened anew under {len(self._tickets)} open tickets")
+        require(resident_bytes >= 0 and slots >= 0, f"{self.name}: an arena of {resident_bytes} bytes, {slots} slots")
+        require(slots == 0 or slab is not None, f"{self.name}: {slots} slots of no shape")
         stride = round_up(slab.slab_bytes) if slab is not None else 0
         n_bytes = round_up(resident_bytes) + slots * stride
         self._begin("alloc", n_bytes, slots)
@@ -231,10 +223,15 @@ class FakeDevice:
         self._slab: SlabSpec | None = None
         self._slot_state: list[str] = []  # "empty", "writing" or "written"
         self._slot_readers: list[int] = []  # open tickets that read it
+        self._given_back_bytes = 0  # of the arena's end, by `resize_slots`
+        self._more_slots = np.empty(0, np.uint8)  # behind those of the arena
         self._residents: set[_Resident] = set()
         self._tickets: set[_Ticket] = set()
         self._states: set[_State] = set()
         self._beside_bytes = 0
+        self.seats: dict[tuple[int, int], int] = {}
+        self._seated: dict[int, tuple[int, int]] = {}  # the same by slot
+        self._run: fakespan.Run | None = None  # a batch that is in a span
 
     # ---- residents ---------------------------------------------------------------------------------------
 
@@ -243,21 +240,21 @@ class FakeDevice:
         layout = matrix_layout(matrix.format, matrix.rows, matrix.cols)
         stated = (matrix.block_bytes, matrix.n_blocks, matrix.n_groups)
         computed = (layout.block_bytes, layout.n_blocks, layout.n_groups)
-        _require(stated == computed, f"{matrix.name}: block_bytes, n_blocks, n_groups are {stated}, not {computed}")
-        part = _Part(0, matrix.format, matrix.rows, matrix.cols)
+        require(stated == computed, f"{matrix.name}: block_bytes, n_blocks, n_groups are {stated}, not {computed}")
+        part = part_of(matrix)
         return self._place(matrix.name, matrix.data, layout.used_bytes, (part,))
 
     def upload_slab(self, name: str, slab: SlabSpec, data: np.ndarray) -> _Resident:
         """Copy one slab into the resident part."""
-        return self._place(name, data, slab.slab_bytes, _slab_parts(slab))
+        return self._place(name, data, slab.slab_bytes, slab_parts(slab))
 
-    def _place(self, name: str, data: np.ndarray, n_bytes: int, parts: tuple[_Part, ...]) -> _Resident:
+    def _place(self, name: str, data: np.ndarray, n_bytes: int, parts: tuple[Part, ...]) -> _Resident:
         is_bytes = data.dtype == np.uint8 and data.ndim == 1
-        _require(is_bytes, f"{name}: data is {data.dtype} {data.shape}, not uint8 (n,)")
-        _require(data.size >= n_bytes, f"{name}: {data.size} bytes given, {n_bytes} needed")
+        require(is_bytes, f"{name}: data is {data.dtype} {data.shape}, not uint8 (n,)")
+        require(data.size >= n_bytes, f"{name}: {data.size} bytes given, {n_bytes} needed")
         self._begin("alloc", n_bytes, name)
         offset = self._used_bytes
-        _require(
+        require(
             offset + n_bytes <= self._slots_at,
             f"{self.name}: {name} needs {n_bytes} bytes, {self._slots_at - offset} are left of the resident part",
         )
@@ -272,7 +269,7 @@ class FakeDevice:
     def free(self, handle: _Resident) -> None:
         """Give a resident up; its bytes are overwritten at once."""
         self.calls.append(("free", handle.name))
-        _require(handle in self._residents or handle.arena is not self._arena, f"{handle.name} is freed twice")
+        require(handle in self._residents or handle.arena is not self._arena, f"{handle.name} is freed twice")
         if handle in self._residents:
             self._residents.discard(handle)
             self._arena[handle.offset : handle.offset + handle.n_bytes] = POISON
@@ -280,28 +277,31 @@ class FakeDevice:
     def matmul(self, handle: _Resident, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """W x for each row: float32 (T, cols) -> float32 (T, rows of W), into ``out`` where it is given."""
         data = self._bytes_of(handle, 1)
-        _check_rows(rows, handle.parts[0].cols, handle.name)
+        check_rows(rows, handle.parts[0].cols, handle.name)
         self._begin("matmul", handle.name, len(rows))
+        self._check_idle()
         done_at = self._finish_at(handle.n_bytes)
-        y = _matmul(data, handle.parts[0], rows)
+        y = fakemath.matmul(data, handle.parts[0], rows)
         _wait_until(done_at)
-        return _answer(y, out, handle.name)
+        return answer(y, out, handle.name)
 
     def ffn(self, handle: _Resident, rows: np.ndarray) -> np.ndarray:
         """down(silu(gate x) * up x) of a resident slab."""
         data = self._bytes_of(handle, 3)
-        _check_rows(rows, handle.parts[0].cols, handle.name)
+        check_rows(rows, handle.parts[0].cols, handle.name)
         self._begin("matmul", handle.name, len(rows))
+        self._check_idle()
         done_at = self._finish_at(handle.n_bytes)
-        y = _ffn(data, handle.parts, rows)
+        y = fakemath.ffn(data, handle.parts, rows)
         _wait_until(done_at)
         return y
 
     def begin_ffn(self, handle: _Resident, rows: np.ndarray) -> _Ticket:
         """Start what `ffn` answers.  The arithmetic is done in `take`, as late as a card may do it."""
         self._bytes_of(handle, 3)
-        _check_rows(rows, handle.parts[0].cols, handle.name)
+        check_rows(rows, handle.parts[0].cols, handle.name)
         self._begin("matmul", handle.name, len(rows))
+        self._check_idle()
         nothing = np.empty(0, np.int64)
         ticket = _Ticket(handle, nothing, nothing, np.array(rows, np.float32), self._finish_at(handle.n_bytes))
         with self._lock:
@@ -310,8 +310,8 @@ class FakeDevice:
 
     def _bytes_of(self, handle: _Resident, n_parts: int) -> np.ndarray:
         self._refuse_if_lost()
-        _require(handle in self._residents, f"{handle.name} was freed, or its arena was closed")
-        _require(len(handle.parts) == n_parts, f"{handle.name} is {'a slab' if n_parts == 1 else 'a matrix'}")
+        require(handle in self._residents, f"{handle.name} was freed, or its arena was closed")
+        require(len(handle.parts) == n_parts, f"{handle.name} is {'a slab' if n_parts == 1 else 'a matrix'}")
         return self._arena[handle.offset : handle.offset + handle.n_bytes]
 
     # ---- whole layers --------------------------------------------------------------------------------------
@@ -343,25 +343,40 @@ class FakeDevice:
         out: np.ndarray | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Consecutive positions of one sequence.  A failure spoils the state, as a kernel that breaks off may."""
-        spec, name = mixer.spec, mixer.into.name
-        into, back = self._bytes_of(mixer.into, 1), self._bytes_of(mixer.out, 1)
-        _check_rows(rows, mixer.into.parts[0].cols, name)
-        _require(state in self._states and state.mixer is mixer, f"{name}: a state of another layer, or a closed one")
-        _require(state.core is not None, f"{name}: a state that a failure has spoiled")
-        _require(state.position == position, f"{name}: position {position} with a state of {state.position}")
+        name = mixer.into.name
+        check_rows(rows, mixer.into.parts[0].cols, name)
+        self._check_state(mixer, state, position)
         core, state.core = state.core, None
         self._begin("mix", name, position, len(rows))
+        self._check_idle()
         state.core = core
         state.reach(position + len(rows))
         done_at = self._finish_at(mixer.into.n_bytes + mixer.out.n_bytes)
-        x = np.ascontiguousarray(rows)
-        proj = np.ascontiguousarray(_matmul(into, mixer.into.parts[0], x))
-        ba = None if spec.ba is None else _matmul(spec.ba.data, _Part(0, spec.ba.format, spec.ba.rows, spec.ba.cols), x)
-        mixed = core.advance(position, proj, ba, cos, sin)
+        y = self._mixed(mixer, np.ascontiguousarray(rows), [(core, position, slice(0, len(rows)), cos, sin)])
         state.position += len(rows)
-        y = _matmul(back, mixer.out.parts[0], mixed)
         _wait_until(done_at)
-        return _answer(y, out, name)
+        return answer(y, out, name)
+
+    def _mixed(self, mixer: _Mixer, x: np.ndarray, moves: Sequence[tuple]) -> np.ndarray:
+        """What a layer's mixer makes of x (T, hidden).
+
+        moves : (core, position, its rows of x, cos, sin), all rows of x in turn; cos and sin of those rows.
+        """
+        spec = mixer.spec
+        into, back = self._bytes_of(mixer.into, 1), self._bytes_of(mixer.out, 1)
+        proj = np.ascontiguousarray(fakemath.matmul(into, mixer.into.parts[0], x))
+        ba = None if spec.ba is None else fakemath.matmul(spec.ba.data, part_of(spec.ba), x)
+        mixed = [
+            core.advance(position, proj[rows], None if ba is None else ba[rows], cos, sin)
+            for core, position, rows, cos, sin in moves
+        ]
+        return fakemath.matmul(back, mixer.out.parts[0], np.concatenate(mixed))
+
+    def _check_state(self, mixer: _Mixer, state: _State, position: int) -> None:
+        name = mixer.into.name
+        require(state in self._states and state.mixer is mixer, f"{name}: a state of another layer, or a closed one")
+        require(state.core is not None, f"{name}: a state that a failure has spoiled")
+        require(state.position == position, f"{name}: position {position} with a state of {state.position}")
 
     def _take_beside(self, n_bytes: int, what: str) -> None:
         """Memory beside the arena."""
@@ -371,6 +386,78 @@ class FakeDevice:
             raise DeviceError(f"{self.name}: {found}", "out of memory")
         self._beside_bytes += n_bytes
 
+    # ---- runs of whole layers ------------------------------------------------------------------------------
+
+    def span_bytes(self, geometry: dict[str, Any], n_layers: int) -> int:
+        """What the vectors and routers of so many layers take, at most; this device needs no scratch."""
+        return n_layers * 4 * geometry["hidden_size"] * (3 + geometry["n_experts"]) + 4 * geometry["hidden_size"]
+
+    def layer(self, index: int, mixer: _Mixer, shared: _Resident | None, spec: LayerSpec) -> fakespan.Layer:
+        """A whole layer.  Its norms and routers are copied beside the arena."""
+        made = fakespan.Layer.of(index, mixer, shared, spec)
+        self._check_layer(made)
+        self._take_beside(made.n_bytes, f"norms and router of layer {index}")
+        return made
+
+    def _check_layer(self, layer: fakespan.Layer) -> None:
+        """Its bytes are all here still."""
+        for handle in (layer.mixer.into, layer.mixer.out):
+            self._bytes_of(handle, 1)
+        if layer.shared is not None:
+            self._bytes_of(layer.shared, 3)
+
+    def head(self, norm: np.ndarray, matrix: _Resident) -> fakespan.Head:
+        """The final norm, copied beside the arena, and the resident lm_head."""
+        self._bytes_of(matrix, 1)
+        self._take_beside(norm.nbytes, "the final norm")
+        return fakespan.Head(np.array(norm, np.float32), matrix)
+
+    def span(self, layers: Sequence[fakespan.Layer], head: fakespan.Head | None = None) -> fakespan.Span:
+        """Consecutive layers, with or without the head."""
+        numbers = [layer.index for layer in layers]
+        require(numbers == list(range(numbers[0], numbers[0] + len(numbers))), f"a span of the layers {numbers}")
+        return fakespan.Span(tuple(layers), head, self.span_rows)
+
+    def seat(self, layer: int, expert: int, slot: int | None) -> None:
+        """From the next `begin_span` on this expert is in this slot, or in none."""
+        self._refuse_if_lost()
+        self._check_idle()
+        self._seated.pop(self.seats.pop((layer, expert), None), None)
+        if slot is None:
+            return
+        self._check_slot(slot)
+        require(self._slot_state[slot] == "written", f"slot {slot} is seated; it is {self._slot_state[slot]}")
+        require(slot not in self._seated, f"slot {slot} is seated for {layer, expert} and for {self._seated.get(slot)}")
+        self.seats[layer, expert] = slot
+        self._seated[slot] = layer, expert
+
+    def begin_span(
+        self, span: fakespan.Span, parts: Sequence[SpanPart], x: np.ndarray, cos: np.ndarray, sin: np.ndarray,
+        logit_rows: Sequence[int] = (),
+    ) -> fakespan.Run:  # fmt: skip
+        """Start a batch.  The arithmetic is done by `ask` and `finish`, as late as a card may do it."""
+        self._check_idle()
+        run = fakespan.Run(self, span, parts, x, cos, sin, logit_rows)
+        self._begin("span", span.layers[0].index, len(span.layers), len(x))
+        with self._lock:
+            self._run = run
+            for slot in run.slots:
+                require(self._slot_state[slot] == "written", f"slot {slot} is read; it is {self._slot_state[slot]}")
+                self._slot_readers[slot] += 1
+        return run
+
+    def _end_span(self, run: fakespan.Run) -> None:
+        """A batch has left its span, whatever way."""
+        with self._lock:
+            if self._run is run:
+                self._run = None
+                for slot in run.slots:
+                    self._slot_readers[slot] -= 1
+
+    def _check_idle(self) -> None:
+        """What would go on the stream behind a run that waits for its host waits for ever."""
+        require(self._run is None, f"{self.name}: a batch is in a span: it must be finished or abandoned first")
+
     # ---- expert slots ------------------------------------------------------------------------------------
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
@@ -378,12 +465,13 @@ class FakeDevice:
         self._begin("upload", slot, data.size)
         with self._lock:
             self._check_slot(slot)
-            _require(
+            require(
                 data.dtype == np.uint8 and data.shape == (self._slab.slab_bytes,),
                 f"slot {slot}: data is {data.dtype} {data.shape}, not uint8 ({self._slab.slab_bytes},)",
             )
-            _require(self._slot_readers[slot] == 0, f"slot {slot} is written under an open ticket")
-            _require(self._slot_state[slot] != "writing", f"slot {slot} is written twice at once")
+            require(self._slot_readers[slot] == 0, f"slot {slot} is written under an open ticket")
+            require(self._slot_state[slot] != "writing", f"slot {slot} is written twice at once")
+            require(slot not in self._seated, f"slot {slot} is written while an expert is seated in it")
             self._slot_state[slot] = "writing"
             arena, target = self._arena, self._slot_bytes(slot)
         target[: data.size] = data
@@ -399,22 +487,54 @@ class FakeDevice:
             if self._lost:
                 return
             self._check_slot(slot)
-            _require(self._slot_readers[slot] == 0, f"slot {slot} is cleared under an open ticket")
-            _require(self._slot_state[slot] != "writing", f"slot {slot} is cleared while it is written")
+            require(self._slot_readers[slot] == 0, f"slot {slot} is cleared under an open ticket")
+            require(self._slot_state[slot] != "writing", f"slot {slot} is cleared while it is written")
+            require(slot not in self._seated, f"slot {slot} is cleared while an expert is seated in it")
             self._slot_state[slot] = "empty"
             self._slot_bytes(slot)[:] = POISON
+
+    @property
+    def slot_segment_bytes(self) -> int:
+        """Slots are freed so many bytes at a time, counted from slot 0."""
+        return self.segment_slots * self._stride
+
+    def resize_slots(self, slots: int) -> int:
+        """Have so many slots, the first ones; the bytes that this takes.  Those that go are overwritten."""
+        require(self._stride > 0, f"{self.name}: {slots} slots of no shape")
+        self._check_idle()
+        n_own, before = (self._arena.size - self._slots_at) // self._stride, len(self._slot_state)
+        kept = min(n_own, -(-slots // self.segment_slots) * self.segment_slots)  # of the arena's, in whole segments
+        more_bytes = max(0, slots - n_own) * self._stride
+        given_back_bytes = (n_own - kept) * self._stride
+        taken = more_bytes - self._more_slots.size + self._given_back_bytes - given_back_bytes
+        self._begin("alloc", taken, slots)
+        if taken > self.free_bytes():
+            found = f"{taken:,} bytes for {slots} slots, {self.free_bytes():,} are free"
+            raise DeviceError(f"{self.name}: {found}", "out of memory")
+        with self._lock:
+            for slot in range(slots, before):
+                in_use = self._slot_readers[slot] or self._slot_state[slot] == "writing" or slot in self.seats.values()
+                require(not in_use, f"slot {slot} is given back while it is in use")
+                self._slot_bytes(slot)[:] = POISON
+            self._slot_state = (self._slot_state + ["empty"] * slots)[:slots]
+            self._slot_readers = (self._slot_readers + [0] * slots)[:slots]
+            stay = self._more_slots[:more_bytes]
+            self._more_slots = np.concatenate([stay, np.zeros(more_bytes - stay.size, np.uint8)])
+            self._given_back_bytes = given_back_bytes
+        return taken
 
     def issue(self, layer: int, slots: Sequence[int], rows_of: Sequence[int], x: np.ndarray) -> _Ticket:
         """Start a group.  The arithmetic is done in `take`, as late as a card may do it."""
         slots, rows_of = np.array(slots, np.int64), np.array(rows_of, np.int64)
         self._begin("issue", layer, tuple(slots.tolist()), tuple(rows_of.tolist()))
+        self._check_idle()
         with self._lock:
-            _require(slots.size > 0 and slots.shape == rows_of.shape == (slots.size,), "a group without contributions")
+            require(slots.size > 0 and slots.shape == rows_of.shape == (slots.size,), "a group without contributions")
             for slot in slots.tolist():
                 self._check_slot(slot)
-                _require(self._slot_state[slot] == "written", f"slot {slot} is read; it is {self._slot_state[slot]}")
-            _check_rows(x, self._slab.hidden_size, f"layer {layer}")
-            _require(0 <= rows_of.min() and rows_of.max() < len(x), f"rows_of {rows_of} of an x with {len(x)} rows")
+                require(self._slot_state[slot] == "written", f"slot {slot} is read; it is {self._slot_state[slot]}")
+            check_rows(x, self._slab.hidden_size, f"layer {layer}")
+            require(0 <= rows_of.min() and rows_of.max() < len(x), f"rows_of {rows_of} of an x with {len(x)} rows")
             n_bytes = len(np.unique(slots)) * self._slab.slab_bytes
             ticket = _Ticket(layer, slots, rows_of, np.array(x, np.float32, order="C"), self._finish_at(n_bytes))
             self._tickets.add(ticket)
@@ -427,14 +547,15 @@ class FakeDevice:
         is_group = isinstance(ticket.of, int)
         try:
             self._begin("take", ticket.of if is_group else ticket.of.name)
-            _require(ticket in self._tickets, "a ticket is taken twice, or after its arena was closed")
+            require(ticket in self._tickets, "a ticket is taken twice, or after its arena was closed")
             if is_group:
                 y = np.empty((ticket.slots.size, self._slab.hidden_size), np.float32)
                 for slot in np.unique(ticket.slots).tolist():
                     mine = np.flatnonzero(ticket.slots == slot)
-                    y[mine] = _ffn(self._slot_bytes(slot), _slab_parts(self._slab), ticket.x[ticket.rows_of[mine]])
+                    rows = ticket.x[ticket.rows_of[mine]]
+                    y[mine] = fakemath.ffn(self._slot_bytes(slot), slab_parts(self._slab), rows)
             else:
-                y = _ffn(self._bytes_of(ticket.of, 3), ticket.of.parts, ticket.x)
+                y = fakemath.ffn(self._bytes_of(ticket.of, 3), ticket.of.parts, ticket.x)
         finally:
             with self._lock:
                 if ticket in self._tickets:
@@ -451,10 +572,13 @@ class FakeDevice:
 
     def _slot_bytes(self, slot: int) -> np.ndarray:
         start = self._slots_at + slot * self._stride
+        if start >= self._arena.size:
+            start -= self._arena.size
+            return self._more_slots[start : start + self._stride]
         return self._arena[start : start + self._stride]
 
     def _check_slot(self, slot: int) -> None:
-        _require(0 <= slot < len(self._slot_state), f"slot {slot} of {len(self._slot_state)}")
+        require(0 <= slot < len(self._slot_state), f"slot {slot} of {len(self._slot_state)}")
 
     # ---- failures and time -------------------------------------------------------------------------------
 
@@ -479,6 +603,10 @@ class FakeDevice:
     def _seconds(self, n_bytes: int) -> float:
         return (self.latency_us or 0.0) * 1e-6 + (n_bytes / (self.gb_s * 1e9) if self.gb_s else 0.0)
 
+    def _wait(self, n_bytes: int) -> None:
+        """Take the time that work on so many bytes takes."""
+        _wait_until(self._finish_at(n_bytes))
+
     def _finish_at(self, n_bytes: int) -> float:
         """When work on so many bytes is done: after what was started before it, as on one stream."""
         self._idle_at = max(self._idle_at, time.perf_counter()) + self._seconds(n_bytes)
@@ -491,55 +619,3 @@ def _wait_until(deadline: float) -> None:
         time.sleep(left - _SPIN_S)
     while time.perf_counter() < deadline:
         pass
-
-
-# ---- arithmetic on bytes of the arena ------------------------------------------------------------------
-
-
-def _check_rows(rows: np.ndarray, cols: int, name: str) -> None:
-    fits = rows.dtype == np.float32 and rows.ndim == 2 and len(rows) > 0 and rows.shape[1] == cols
-    _require(fits, f"{name}: rows are {rows.dtype} {rows.shape}, not float32 (T, {cols})")
-
-
-def _answer(y: np.ndarray, out: np.ndarray | None, name: str) -> np.ndarray:
-    if out is None:
-        return y
-    _require(out.dtype == np.float32 and out.shape == y.shape, f"{name}: out is {out.dtype} {out.shape}, not {y.shape}")
-    out[:] = y
-    return out
-
-
-def _slab_parts(slab: SlabSpec) -> tuple[_Part, ...]:
-    hidden, inner = slab.hidden_size, slab.intermediate_size
-    return (
-        _Part(slab.gate_offset, slab.format, inner, hidden),
-        _Part(slab.up_offset, slab.format, inner, hidden),
-        _Part(slab.down_offset, slab.format, hidden, inner),
-    )
-
-
-def _matmul(data: np.ndarray, part: _Part, x: np.ndarray) -> np.ndarray:
-    if not FORMATS[part.format].is_blocks:
-        return kernels.dense(_row_major(data, part), x)
-    return _product(data, part, kernels.quantize(x))
-
-
-def _ffn(data: np.ndarray, parts: tuple[_Part, ...], x: np.ndarray) -> np.ndarray:
-    gate, up, down = parts
-    if not FORMATS[gate.format].is_blocks:
-        h = kernels.silu_mul(_matmul(data, gate, x), _matmul(data, up, x))
-    else:
-        acts = kernels.quantize(x)
-        h = kernels.silu_mul(_product(data, gate, acts), _product(data, up, acts))
-    return _matmul(data, down, h)
-
-
-def _product(data: np.ndarray, part: _Part, acts: tuple[np.ndarray, ...]) -> np.ndarray:
-    q, scale, sums, _ = acts
-    multiply = kernels.gemv if q.shape[1] == 1 else kernels.gemm
-    return np.ascontiguousarray(multiply(data[part.offset :], part.format, part.rows, part.cols, q, scale, sums))
-
-
-def _row_major(data: np.ndarray, part: _Part) -> np.ndarray:
-    n_bytes = matrix_layout(part.format, part.rows, part.cols).used_bytes
-    return data[part.offset : part.offset + n_bytes].view(_STORED[part.format]).reshape(part.rows, part.cols)

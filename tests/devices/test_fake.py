@@ -313,7 +313,7 @@ def test_dying_device_is_lost_for_ever(rng, n):
 
 def test_unknown_failure_is_refused():
     """A mistyped operation would be a failure that never comes, and a test that proves nothing."""
-    with pytest.raises(ValueError, match="'mathmul'.*alloc, upload, matmul, issue, take, mix, die"):
+    with pytest.raises(ValueError, match="'mathmul'.*alloc, upload, matmul, issue, take, mix, span, ask, answer, finish, die"):
         FakeDevice(1, fail=[("mathmul", 1)])
 
 
@@ -340,7 +340,8 @@ def test_calls_record_everything_in_order(rng):
         ("free", "lm_head"),
         ("close",),
     ] == list(device.calls)
-    assert set(OPERATIONS) - {"mix"} <= {call[0] for call in device.calls}
+    in_layers = {"mix", "span", "ask", "answer", "finish"}
+    assert set(OPERATIONS) - in_layers <= {call[0] for call in device.calls}
 
 
 # ---- time --------------------------------------------------------------------------------------------------

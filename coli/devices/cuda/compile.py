@@ -16,7 +16,10 @@ from typing import Any
 from coli.devices.base import DeviceError
 from coli.log import logger
 
-FILES = ("contract.cu", "products.cu", "gemm.cu", "dense.cu", "hop.cu", "layer.cu")
+FILES = (
+    "contract.cu", "parts.cu", "products.cu", "gemm.cu", "dense.cu", "hop.cu", "deltanet.cu",
+    "attention.cu", "route.cu",
+)  # fmt: skip
 """In the order in which they are put together; the first is what the others are made of."""
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -7,8 +7,9 @@ on no call goes to the driver any more, and what was allocated is left to it.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,44 +31,103 @@ _STICKY = frozenset((
 ))  # fmt: skip
 
 
-class Acts(ctypes.Structure):
+class Acts(NamedTuple):
     """``struct Acts`` of contract.cu: quantised activations of several tokens."""
 
-    _fields_ = [
-        ("q", ctypes.c_uint64),
-        ("scale", ctypes.c_uint64),
-        ("sum", ctypes.c_uint64),
-        ("stride", ctypes.c_int32),
-        ("n_groups", ctypes.c_int32),
-    ]
+    q: int = 0
+    scale: int = 0
+    sum: int = 0
+    stride: int = 0
+    n_groups: int = 0
 
 
-_C_TYPES = {"p": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "A": lambda acts: acts}
+class Slabs(NamedTuple):
+    """``struct Slabs`` of route.cu: the parts of a slab, blocks of 16 rows in each, and what a block takes."""
 
-# Parameters of the kernels, in order: p pointer, q int64, i int32, f float, A struct Acts.
+    gate_offset: int
+    up_offset: int
+    down_offset: int
+    gate_bytes: int
+    down_bytes: int
+    format: int
+    dim: int
+    gate_blocks: int
+    down_blocks: int
+    down_groups: int
+    pad: int = 0
+
+
+_STRUCTS = {"p": "Q", "q": "q", "i": "i", "f": "f", "A": "QQQii", "S": "qqqqqiiiiii"}
+_ALIGN = {"p": 8, "q": 8, "i": 4, "f": 4, "A": 8, "S": 8}
+
+# Parameters of the kernels, in order: p pointer, q int64, i int32, f float, A struct Acts,
+# S struct Slabs.
 PARAMETERS = {
     "gemv": "pqiAipq",
     "gemm": "pppiiqiiAipq",
+    "gate_up_tiles": "pppqqqiiAiA",
+    "group_experts": "piipiiipp",
     "dense": "ppiiqiipqpq",
     "gate_up": "pqqqiAip",
     "down": "pqqiiippq",
     "pull": "pqiiAppip",
     "pull_float": "pqpppi",
-    "silu_quantize": "ppiiA",
     "silu_mul": "ppq",
     "raise_flag": "pp",
     "read_all": "pqp",
-    "add_norm": "pppifpA",
-    "conv_heads": "pqpiiiiifppip",
-    "deltanet": "ppqpppiiiiipq",
-    "gated_norm": "pqpqpif",
-    "attention_prepare": "pqppppiiiifpppp",
-    "attention_scores": "ppiiifpipp",
-    "attention_values": "pppiiipip",
-    "attention_finish": "ppqiipipq",
-    "router": "ppiippp",
-    "combine": "pppippi",
+    "project": "pqiApipiqiiipp",
+    "deltanet_token": "pqpiiiiiifppppppfpqA",
+    "conv_heads": "pqpiiiiiifpppppp",
+    "deltanet": "pppqpiiiipq",
+    "deltanet_rows": "pppqpiiiipq",
+    "gated_norm": "pqpqpifiiA",
+    "attention_prepare": "pqppppiiiifippppp",
+    "attention_scores_one": "pppiiiifiipp",
+    "attention_scores_rows": "ppipiiiifiiiipp",
+    "attention_values": "ppppiiiiipp",
+    "attention_finish": "pppqiipipA",
+    "attention_rows": "pppipiiiiiiipqpA",
+    "begin_rows": "pqppifpAippi",
+    "residual_norm": "ppqpifppqA",
+    "gather_norm": "pppifpA",
+    "send_rows": "pqip",
+    "router_logits": "pippipqipqi",
+    "choose_experts": "ppiiipppppppppp",
+    "moe_gate_up": "SppSppAi",
+    "moe_down": "SpppSpppii",
+    "await_answer": "ppi",
+    "combine_norm": "pippppippppppfpAp",
 }
+
+
+class Packer:
+    """Where the parameters of one kernel lie while it is launched: the driver takes its own copy."""
+
+    def __init__(self, kinds: str) -> None:
+        offsets, layout, at = [], "<", 0
+        for kind in kinds:
+            pad = -at % _ALIGN[kind]
+            layout += f"{pad}x{_STRUCTS[kind]}"
+            offsets.append(at + pad)
+            at = struct.calcsize(layout)
+        self._pack = struct.Struct(layout).pack_into
+        self._buffer = ctypes.create_string_buffer(at)
+        base = ctypes.addressof(self._buffer)
+        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+        self._nested = any(kind in "AS" for kind in kinds)
+        self.address = ctypes.addressof(self._pointers)
+
+    def put(self, arguments: tuple) -> None:
+        """Write the arguments.  Raises struct.error where there are too few or too many, or one is no such number."""
+        if self._nested:
+            flat: list = []
+            for value in arguments:
+                if isinstance(value, tuple):
+                    flat += value
+                else:
+                    flat.append(value)
+            arguments = flat
+        self._pack(self._buffer, 0, *arguments)
 
 
 class Pinned:
@@ -91,13 +151,15 @@ class Context:
         self._driver = driver
         self.name = name
         self.lost: str | None = None
+        self.moves = 0  # counts what graphs or lists have addresses of beside their own: states that moved
         self._sticky = {getattr(driver.CUresult, code, None) for code in _STICKY} - {None}
         self._allocated: set[int] = set()
         self._pinned: set[int] = set()
         self._streams: list[Any] = []
         self._functions: dict[str, Any] = {}
         self._module: Any = None
-        self._early = _early_attribute(driver) if int(arch.removeprefix("sm_")) >= 90 else None
+        self._packers: dict[str, Packer] = {}
+        self._early = _early_config(driver) if int(arch.removeprefix("sm_")) >= 90 else None
         self._device = self.check(driver.cuDeviceGet(ordinal), "open")
         self.handle = self.check(driver.cuDevicePrimaryCtxRetain(self._device), "open")
         try:
@@ -258,18 +320,18 @@ class Context:
         if function is None:
             function = self.check(self._driver.cuModuleGetFunction(self._module, name.encode()), f"find {name}")
             self._functions[name] = function
-        values = [_C_TYPES[kind](value) for kind, value in zip(PARAMETERS[kernel], arguments, strict=True)]
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        packer = self._packers.get(kernel)
+        if packer is None:
+            packer = self._packers[kernel] = Packer(PARAMETERS[kernel])
+        packer.put(arguments)
         if early and self._early is not None:
-            config = self._driver.CUlaunchConfig()
+            config = self._early
             config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-            config.sharedMemBytes, config.hStream = shared_bytes, stream
-            config.attrs, config.numAttrs = [self._early], 1
-            result = self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
+            config.blockDimX, config.sharedMemBytes, config.hStream = threads, shared_bytes, stream
+            result = self._driver.cuLaunchKernelEx(config, function, packer.address, 0)
         else:
             result = self._driver.cuLaunchKernel(
-                function, *(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
+                function, *(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes, stream, packer.address, 0
             )
         self.check(result, name)
 
@@ -321,10 +383,13 @@ class Context:
         self.handle = None
 
 
-def _early_attribute(driver: Any) -> Any:
-    """The launch attribute for programmatic dependent launch."""
+def _early_config(driver: Any) -> Any:
+    """A launch with the attribute for programmatic dependent launch."""
     attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
     value.programmaticStreamSerializationAllowed = 1
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value = value
-    return attribute
+    config = driver.CUlaunchConfig()
+    config.attrs, config.numAttrs = [attribute], 1
+    config.blockDimY = config.blockDimZ = 1
+    return config

@@ -18,15 +18,28 @@ from weakref import WeakSet
 import numpy as np
 
 from coli.container.layout import MatrixLayout, SlabLayout, matrix_layout, slab_layout
-from coli.devices.base import DeviceError, MatrixSpec, MixerSpec, SlabSpec
+from coli.devices.base import (
+    DeviceError,
+    LayerSpec,
+    MatrixSpec,
+    MixerSpec,
+    SlabSpec,
+    SpanPart,
+)
 from coli.devices.cuda import mixer as mixers
 from coli.devices.cuda import plan
+from coli.devices.cuda import span as spans
 from coli.devices.cuda.arena import Arena
 from coli.devices.cuda.context import Context
 from coli.devices.cuda.lane import Lane
 from coli.devices.cuda.mixer import Mixer, MixerState
 from coli.devices.cuda.probe import Card, nvml_free_bytes
+from coli.devices.cuda.segments import SEGMENT_BYTES, SlotMemory
+from coli.devices.cuda.span import CudaSpan
+from coli.devices.cuda.spanplan import Head, Layer
+from coli.devices.cuda.spanrun import SpanRun
 from coli.devices.cuda.upload import Uploader
+from coli.devices.cuda.workspace import Workspace
 from coli.log import logger
 
 DENSE_SCRATCH_BYTES = 16 << 20  # 512 rows of x by 8192 columns of float32
@@ -89,6 +102,7 @@ class CudaDevice:
 
     def _forget(self) -> None:
         self._arena: Arena | None = None
+        self._slot_memory: SlotMemory | None = None  # None: the slots are in the arena, and stay as many
         self._lanes: tuple[Lane, ...] = ()
         self._residents: set[Resident] = set()
         self._slab: SlabLayout | None = None
@@ -99,6 +113,9 @@ class CudaDevice:
         self._beside: list[int] = []  # small allocations of whole layers
         self._states: WeakSet[MixerState] = WeakSet()  # closed with the arena, if their owners have not done it
         self._open: list[Ticket | None] = [None, None]  # by lane
+        self._workspace: Workspace | None = None  # of runs of whole layers
+        self._spans: list[CudaSpan] = []
+        self._seats: dict[int, dict[int, int]] = {}  # layer -> expert -> address of its slot
 
     # ---- memory and speed --------------------------------------------------------------------------------
 
@@ -176,7 +193,7 @@ class CudaDevice:
         return self._context
 
     def open_arena(self, resident_bytes: int, slots: int, slab: SlabSpec | None) -> None:
-        """Take one allocation.  An arena that is open is given back first, and its handles are void.
+        """Take residents, slots and scratch.  An arena that is open is given back first, and its handles are void.
 
         Raises DeviceError("out of memory") and takes nothing where it does not fit.
         """
@@ -186,11 +203,17 @@ class CudaDevice:
         if slab is not None:
             layout = slab_layout(slab.format, slab.hidden_size, slab.intermediate_size)
             _check_slab(slab, layout)
+        self._slot_memory = memory = self._elastic(context) if slots else None
         arena = Arena(
-            resident_bytes, slots, layout.total_bytes if layout else 0, (DENSE_SCRATCH_BYTES, EXPERT_SCRATCH_BYTES)
-        )
+            resident_bytes, slots, layout.total_bytes if layout else 0, (DENSE_SCRATCH_BYTES, EXPERT_SCRATCH_BYTES),
+            slots_apart=memory is not None,
+        )  # fmt: skip
         try:
-            arena.place(context.alloc(arena.n_bytes, f"{resident_bytes:,} bytes of matrices and {slots} expert slots"))
+            what = f"{resident_bytes:,} bytes of matrices and {slots} expert slots"
+            arena.place(context.alloc(arena.n_bytes, what), memory.address if memory is not None else None)
+            if memory is not None:
+                self._arena = arena  # so that `_give_back` frees it if there is no memory for the slots
+                memory.resize(slots * arena.slot_stride_bytes)
             self._arena, self._slab = arena, layout
             self._slab_stride = plan.x_stride(layout.gate) if layout else 0
             self._lanes = (
@@ -209,6 +232,10 @@ class CudaDevice:
         context = self._context
         if context is not None and context.lost is None:
             context.set_current()
+            if self._workspace is not None:
+                self._workspace.close()
+            for span in self._spans:
+                span.close()
             graphs = [g for _, g, _ in self._expert_graphs.values()]
             graphs += [g for resident in self._residents for _, g, _ in resident.graphs.values()]
             for lane in self._lanes:
@@ -227,6 +254,8 @@ class CudaDevice:
                 context.free(address)
             if self._arena is not None:
                 context.free(self._arena.address)
+            if self._slot_memory is not None:
+                self._slot_memory.close()
         for resident in self._residents:
             resident.graphs.clear()
         self._forget()
@@ -336,7 +365,11 @@ class CudaDevice:
     # ---- whole layers ------------------------------------------------------------------------------------
 
     def mixer(self, spec: MixerSpec, into: Resident, out: Resident) -> Mixer:
-        """A layer whose two projections are resident here, ready for `mix`.  Takes a little memory beside the arena."""
+        """A layer whose two projections are resident here, ready for `mix`.  Takes a little memory beside the arena.
+
+        Raises DeviceError where the kernels do not take such a layer.
+        """
+        mixers.require_fit(spec)
         context = self._opened()
         names = ("q_norm", "k_norm") if spec.is_attention else ("conv", "exp_a_log", "dt_bias", "dn_norm")
         vectors = mixers.upload_vectors(context, spec.vectors, names)
@@ -405,7 +438,92 @@ class CudaDevice:
             state.graphs[1] = known = key, graph, int(graph)
         return known[2]
 
+    # ---- runs of whole layers ------------------------------------------------------------------------------
+
+    @staticmethod
+    def span_bytes(geometry: dict[str, Any], n_layers: int, with_head: bool = True) -> int:
+        """Bytes that a span of so many layers takes beside the arena, at most: scratch, vectors, routers, tables."""
+        return spans.span_bytes(geometry, n_layers, with_head)
+
+    def layer(self, index: int, mixer: Mixer, shared: Resident | None, spec: LayerSpec) -> Layer:
+        """A whole layer whose mixer is here, ready for `span`.  Takes memory beside the arena.
+
+        index : its number in the model.   shared : the resident shared expert; None where the host computes it.
+        Raises DeviceError where the kernels do not take such a layer.
+        """
+        context = self._opened()
+        self._need_arena()
+        resident = None if shared is None else (shared.address, shared.slab)
+        layer, taken = spans.make_layer(context, index, mixer, self._slab, resident, spec)
+        self._beside += taken
+        return layer
+
+    def head(self, norm: np.ndarray, matrix: Resident) -> Head:
+        """The final norm, float32 (hidden,), 1 + w, and the resident lm_head, ready for `span`."""
+        at = self._opened().put(np.ascontiguousarray(norm, np.float32), "the final norm")
+        self._beside.append(at)
+        return Head(at, matrix.address, matrix.layout)
+
+    def span(self, layers: Sequence[Layer], head: Head | None = None) -> CudaSpan:
+        """Consecutive layers, and the head behind the last where it is given."""
+        context = self._opened()
+        if self._workspace is None:
+            self._workspace = Workspace(context)
+        span = CudaSpan(self._workspace, layers, head)
+        self._spans.append(span)
+        for layer in layers:
+            for expert, slot_at in self._seats.get(layer.index, {}).items():
+                span.seat(layer.index, expert, slot_at)
+        return span
+
+    def seat(self, layer: int, expert: int, slot: int | None) -> None:
+        """From the next `begin_span` on this expert is in this slot, or in none.  Never while a batch is in a span."""
+        slot_at = 0 if slot is None else self._need_arena().slot(slot)
+        self._seats.setdefault(layer, {})[expert] = slot_at
+        for span in self._spans:
+            span.seat(layer, expert, slot_at)
+
+    def begin_span(
+        self, span: CudaSpan, parts: Sequence[SpanPart], x: np.ndarray, cos: np.ndarray, sin: np.ndarray,
+        logit_rows: Sequence[int] = (),
+    ) -> SpanRun:  # fmt: skip
+        """Start a batch of at most ``span.max_rows`` rows; x is free again on return.
+
+        x : float32 (T, hidden), rows may lie apart.   cos, sin : float32 (positions, rotary_half), from position 0 on.
+        logit_rows : rows whose logits are wanted, ascending; only with a head.
+        """
+        if self._context.lost is not None:
+            self._context.require_alive()
+        self._uploader.finish()
+        return span.begin(parts, x, cos, sin, logit_rows)
+
     # ---- expert slots ------------------------------------------------------------------------------------
+
+    def _elastic(self, context: Context) -> SlotMemory | None:
+        """Memory for slots that can come and go; None on a card or driver that has no such thing."""
+        try:
+            return SlotMemory(context, self.card.cuda_ordinal, context.memory()[1])
+        except (DeviceError, AttributeError) as error:
+            context.require_alive()
+            logger("cuda").debug("%s: its expert slots cannot come and go: %s", self.name, error)
+            return None
+
+    @property
+    def slot_segment_bytes(self) -> int:
+        """Slots are freed so many bytes at a time, counted from slot 0; 0 where they stay as many as they are."""
+        return 0 if self._slot_memory is None else SEGMENT_BYTES
+
+    def resize_slots(self, slots: int) -> int:
+        """Have so many slots, the first ones; the bytes that this takes.  Nothing is under way on those that go."""
+        arena, memory = self._need_arena(), self._slot_memory
+        if memory is None:
+            raise DeviceError(f"{self.name}: its expert slots cannot come and go", "launch")
+        for lane in self._lanes:
+            self._context.synchronize(lane.stream)
+        self._slot_uploader.finish()
+        taken = memory.resize(slots * arena.slot_stride_bytes)
+        arena.n_slots = slots
+        return taken
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
         """Overwrite a slot; the bytes are on the card when this returns.  May come from an uploader thread."""

@@ -6,11 +6,19 @@ order, so a graph is only cheaper to start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from coli.container.layout import BLOCK_ROWS, FORMATS, GROUP, MatrixLayout, SlabLayout, round_up
+from coli.container.layout import (
+    BLOCK_ROWS,
+    FORMATS,
+    GROUP,
+    MatrixLayout,
+    SlabLayout,
+    round_up,
+)
 from coli.devices.base import DeviceError
 from coli.devices.cuda.context import Acts
 from coli.devices.cuda.lane import Lane
@@ -21,7 +29,9 @@ TILE = np.dtype([("first", "<i4"), ("count", "<i4")])  # struct Tile of gemm.cu
 GEMM_TOKENS = 17  # from here on tiles of 64 tokens beat reading the matrix once per 8
 GEMM_JOBS = 4  # the same for experts: jobs an expert on average
 TALL_BLOCKS = 4096  # from so many row blocks on, few warps a block and many blocks a multiprocessor read faster
-_TILE_ROWS = _TILE_TOKENS = 64  # gemm.cu
+_TILE_BLOCKS, _TILE_TOKENS = 8, (16, 64)  # gemm.cu: 16-row blocks of one thread block, tokens of a tile
+_FEW_TOKENS = 24  # up to so many tokens an expert on average, or in all, small tiles waste less than large ones gain
+GROUPED_EXPERTS = 1024  # gemm.cu: experts of a layer that `grouped_experts` takes
 _SHARED_BYTES = 48 << 10  # what every card gives a block without being asked
 
 
@@ -84,9 +94,7 @@ def product(lane: Lane, weights: int, layout: MatrixLayout, n_tokens: int, x: Ac
                layout.block_bytes, layout.rows, layout.cols, x, x_stride(layout), y, y_stride)  # fmt: skip
         return
     if n_tokens >= GEMM_TOKENS:
-        grid = -(-layout.n_blocks // (_TILE_ROWS // BLOCK_ROWS)), -(-n_tokens // _TILE_TOKENS)
-        launch("gemm", layout.format, grid, 128, 0, lane.stream, weights, 0, 0, 0, 0, layout.block_bytes,
-               layout.n_blocks, layout.rows, x, n_tokens, y, y_stride)  # fmt: skip
+        _gemm(lane, layout, weights, x, n_tokens, y, _tile_tokens(n_tokens))
         return
     tokens = _gemv_tokens(layout, n_tokens)
     tall = tokens == 1 and layout.n_blocks >= TALL_BLOCKS and FORMATS[layout.format].bits == 8
@@ -96,6 +104,29 @@ def product(lane: Lane, weights: int, layout: MatrixLayout, n_tokens: int, x: Ac
     launch("gemv", f"{layout.format}_{'tall' if tall else tokens}", (layout.n_blocks, -(-n_tokens // tokens)), 32 *
            warps, shared, lane.stream, weights, layout.block_bytes, layout.rows, x, n_tokens, y, y_stride,
            early=True)  # fmt: skip
+
+
+def _tile_tokens(tokens: float) -> int:
+    """Tokens of a tile where an expert, or a matrix, has so many."""
+    return _TILE_TOKENS[tokens > _FEW_TOKENS]
+
+
+def _gemm(lane: Lane, layout: MatrixLayout, weights: int, x: Acts, n: int, y: int, tokens: int, tiles: int = 0,
+          tiles_at: int = 0, jobs_at: int = 0) -> None:  # fmt: skip
+    """y[out] = W x of n rows, or of the jobs of a number of tiles in their order, whose slab W is then an offset of."""
+    grid = -(-layout.n_blocks // _TILE_BLOCKS), tiles or -(-n // tokens)
+    lane.context.launch("gemm", f"{layout.format}_{tokens}", grid, 128, 0, lane.stream, weights, tiles_at, jobs_at, 0,
+                        int(tiles > 0), layout.block_bytes, layout.n_blocks, layout.rows, x, n, y, layout.rows,
+                        early=True)  # fmt: skip
+
+
+def _gate_up(lane: Lane, slab: SlabLayout, slab_at: int, x: Acts, n: int, h: Acts, tokens: int, tiles: int = 0,
+             tiles_at: int = 0, jobs_at: int = 0) -> None:  # fmt: skip
+    """h = silu(gate x) * up x, quantised: of n rows and one slab, or of jobs as in `_gemm`."""
+    lane.context.launch("gate_up_tiles", f"{slab.format}_{tokens}", (h.n_groups, tiles or -(-n // tokens)), 256, 0,
+                        lane.stream, slab_at, tiles_at, jobs_at, slab.gate_offset, slab.up_offset,
+                        slab.gate.block_bytes, slab.gate.n_blocks, slab.intermediate_size, x, n, h,
+                        early=True)  # fmt: skip
 
 
 def _gemv_tokens(layout: MatrixLayout, n_tokens: int) -> int:
@@ -133,9 +164,8 @@ def plan_experts(lane: Lane, slab: SlabLayout, jobs: np.ndarray, n_tokens: int) 
 
 
 def _job_bytes(slab: SlabLayout, many: bool) -> int:
-    """Scratch of one job: gate and up, and in a batch h quantised."""
-    h_bytes = 8 * slab.intermediate_size
-    return h_bytes + slab.down.n_groups * (GROUP + 8) + 64 if many else h_bytes
+    """Scratch of one job: gate and up as they are, or in a batch h quantised."""
+    return slab.down.n_groups * (GROUP + 8) + 64 if many else 8 * slab.intermediate_size
 
 
 def _list_bytes(n: int) -> int:
@@ -143,13 +173,13 @@ def _list_bytes(n: int) -> int:
 
 
 def _tiles(slabs: np.ndarray) -> np.ndarray:
-    """Runs of equal slabs in pieces of at most 64: TILE (tiles,)."""
+    """Runs of equal slabs in pieces of as many jobs as a large tile has: TILE (tiles,)."""
     starts = np.flatnonzero(np.concatenate(([True], slabs[1:] != slabs[:-1])))
     ends = np.append(starts[1:], len(slabs))
     tiles = [
-        (at, min(_TILE_TOKENS, end - at))
+        (at, min(_TILE_TOKENS[-1], end - at))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-        for at in range(start, end, _TILE_TOKENS)
+        for at in range(start, end, _TILE_TOKENS[-1])
     ]
     return np.array(tiles, TILE)
 
@@ -211,20 +241,43 @@ def gate_groups(format: str) -> int:
 
 
 def _many_jobs(
-    lane: Lane, slab: SlabLayout, jobs_at: int, n: int, tiles_at: int, n_tiles: int, x: Acts, work_at: int
+    lane: Lane, slab: SlabLayout, jobs_at: int, n: int, tiles_at: int, n_tiles: int, x: Acts, h_at: int
 ) -> None:
     """Tiles of jobs that share an expert."""
-    launch, gate, down, dim = lane.context.launch, slab.gate, slab.down, slab.intermediate_size
-    up_at = work_at + round_up(4 * n * dim)
-    h, _ = acts_at(up_at + round_up(4 * n * dim), n, down.n_groups)
-    per_tile = _TILE_ROWS // BLOCK_ROWS
-    for offset, to in ((slab.gate_offset, work_at), (slab.up_offset, up_at)):
-        launch("gemm", slab.format, (-(-gate.n_blocks // per_tile), n_tiles), 128, 0, lane.stream, offset, tiles_at,
-               jobs_at, 1, 0, gate.block_bytes, gate.n_blocks, dim, x, n, to, dim)  # fmt: skip
-    launch("silu_quantize", "", (-(-n * down.n_groups // 4), 1), 128, 0, lane.stream, work_at, up_at, dim, n, h)
-    launch("gemm", slab.format, (-(-down.n_blocks // per_tile), n_tiles), 128, 0, lane.stream, slab.down_offset,
-           tiles_at, jobs_at, 0, 1, down.block_bytes, down.n_blocks, down.rows, h, n, lane.y.address,
-           down.rows)  # fmt: skip
+    h, _ = acts_at(h_at, n, slab.down.n_groups)
+    tokens = _TILE_TOKENS[-1]
+    _gate_up(lane, slab, 0, x, n, h, tokens, n_tiles, tiles_at, jobs_at)
+    _gemm(lane, slab.down, slab.down_offset, h, n, lane.y.address, tokens, n_tiles, tiles_at, jobs_at)
+
+
+def grouped_experts(lane: Lane, slab: SlabLayout, n_rows: int, top_k: int, n_experts: int, chosen_at: int,
+                    slabs_at: int, x: Acts, take: Callable[[int], int], y: int) -> None:  # fmt: skip
+    """y[row * top_k + rank] = the experts of many rows, read once for all tokens that chose them.
+
+    chosen_at : int32 (n_rows, top_k), numbers of experts.   slabs_at : uint64 (n_experts,), where they lie; pairs whose
+    expert has 0 there are left out.   take : scratch by its bytes.   lane : any holder of a context and a stream.
+    """
+    n = n_rows * top_k
+    tokens = _tile_tokens(n / n_experts)
+    n_tiles = n // tokens + min(n, n_experts)
+    jobs_at, tiles_at = take(n * JOB.itemsize), take(n_tiles * TILE.itemsize)
+    h, h_bytes = acts_at(0, n, slab.down.n_groups)
+    h, _ = acts_at(take(h_bytes), n, slab.down.n_groups)
+    lane.context.launch("group_experts", "", (1, 1), GROUPED_EXPERTS, 0, lane.stream, chosen_at, n, top_k, slabs_at,
+                        n_experts, tokens, n_tiles, jobs_at, tiles_at, early=True)  # fmt: skip
+    _gate_up(lane, slab, 0, x, n_rows, h, tokens, n_tiles, tiles_at, jobs_at)
+    _gemm(lane, slab.down, slab.down_offset, h, n, y, tokens, n_tiles, tiles_at, jobs_at)
+
+
+def expert_of_rows(
+    lane: Lane, slab: SlabLayout, slab_at: int, n_rows: int, x: Acts, take: Callable[[int], int], y: int
+) -> None:
+    """y (n_rows, hidden) = one expert, the shared one, applied to many rows."""
+    h, h_bytes = acts_at(0, n_rows, slab.down.n_groups)
+    h, _ = acts_at(take(h_bytes), n_rows, slab.down.n_groups)
+    tokens = _tile_tokens(n_rows)
+    _gate_up(lane, slab, slab_at, x, n_rows, h, tokens)
+    _gemm(lane, slab.down, slab_at + slab.down_offset, h, n_rows, y, tokens)
 
 
 def _float_jobs(lane: Lane, slab: SlabLayout, jobs_at: int, n: int, x: int, work_at: int) -> None:

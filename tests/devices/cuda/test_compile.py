@@ -32,13 +32,22 @@ BREAKS = {
 
 FORMATS = ("i8_row", "i8_group", "i4_row", "i4_group")
 KERNELS = {f"gemv_{f}_{t}" for f in FORMATS for t in (1, 2, 4, 8)} | {"gemv_i8_row_tall", "gemv_i8_group_tall"}
-KERNELS |= {f"{k}_{f}" for k in ("gemm", "gate_up", "down") for f in FORMATS} | {
+KERNELS |= {f"project_{f}" for f in FORMATS}
+KERNELS |= {f"{k}_{f}_{t}" for k in ("gemm", "gate_up_tiles") for f in FORMATS for t in (16, 64)}
+KERNELS |= {f"{k}_{f}" for k in ("gate_up", "down") for f in FORMATS} | {
     f"dense_{f}" for f in ("f32", "bf16", "f16")
 }
-KERNELS |= {f"attention_{k}_{f}" for k in ("prepare", "scores", "values") for f in ("f32", "f16")}
 KERNELS |= {
-    "pull", "pull_float", "silu_quantize", "silu_mul", "raise_flag", "read_all", "add_norm", "conv_heads", "deltanet",
-    "gated_norm", "attention_finish", "router", "combine",
+    f"attention_{k}_{f}" for k in ("prepare", "scores_one", "scores_rows", "values", "rows") for f in ("f32", "f16")
+}
+KERNELS |= {
+    "pull", "pull_float", "silu_mul", "raise_flag", "read_all", "conv_heads", "deltanet",
+    "deltanet_token", "deltanet_rows", "group_experts", "gated_norm", "attention_finish",
+}  # fmt: skip
+KERNELS |= {f"router_logits_{f}" for f in ("f32", "bf16", "f16")} | {f"choose_experts_{n}" for n in (8, 16, 32)}
+KERNELS |= {
+    "begin_rows", "residual_norm", "gather_norm", "send_rows", "moe_gate_up", "moe_down", "await_answer",
+    "combine_norm",
 }  # fmt: skip
 
 
@@ -95,7 +104,7 @@ def test_parameters_match_the_kernels():
         kernel = max((k for k in PARAMETERS if name == k or name.startswith(k + "_")), key=len)
         seen.add(kernel)
         found = "".join(kinds[kind] for kind in re.findall(r"\.param(?: \.align \d+)? \.(\w+)", declared))
-        assert found == PARAMETERS[kernel].translate(str.maketrans("pqi", "884")), name
+        assert found == PARAMETERS[kernel].translate(str.maketrans("pqiS", "884A")), name
     assert seen == set(PARAMETERS)
 
 

@@ -1,22 +1,26 @@
-"""The engine with a real card against the CPU, bit for bit, and when the card fails.  Skipped without one."""
+"""The engine with a card, real and emulated, against the CPU, bit for bit, and when the card fails."""
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
+from devices.cuda.machines import machine, on
 
 import coli
+from coli.devices.cuda import compile as compiling
 from coli.devices.cuda import probe
-from coli.devices.cuda.compile import compile_cubin
 from coli.tier.promotion import Promotion
 from conftest import assert_same_bits
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not isinstance(probe.probe_cuda(), list), reason="no NVIDIA card")]
 MIB = 1 << 20
 CONTEXT = 512
+THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the rest is for what plays the card
 LISTS = [
     "lmhead=0",
     "dnproj=0",
@@ -55,6 +59,12 @@ def answer(model: coli.Model, ids: list[int]) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
+def where(request):
+    with machine(request.param):
+        yield request.param
+
+
+@pytest.fixture(scope="module")
 def cases(make_container):
     """cases(name) -> (path, ids, what the CPU answers)."""
     made: dict[str, tuple] = {}
@@ -62,7 +72,7 @@ def cases(make_container):
     def case(name: str):
         if name not in made:
             path = "demo" if name == "demo" else str(make_container(name))
-            with coli.load(path, devices="none", threads=4, context=CONTEXT) as model:
+            with coli.load(path, devices="none", threads=THREADS, context=CONTEXT) as model:
                 ids = np.random.default_rng(7).integers(0, model.config.vocab_size, 140).tolist()
                 made[name] = path, ids, answer(model, ids)
         return made[name]
@@ -73,7 +83,7 @@ def cases(make_container):
 def check(case, what: str, prepare=None, **options) -> dict:
     """Load with the first card, compare, return the stats."""
     path, ids, expected = case
-    options = {"devices": "0", "vram": 2048 * MIB, "threads": 4, "context": CONTEXT, **options}
+    options = {"devices": "0", "vram": 2048 * MIB, "threads": THREADS, "context": CONTEXT, **options}
     with coli.load(path, **options) as model:
         if prepare is not None:
             prepare(model)
@@ -82,28 +92,37 @@ def check(case, what: str, prepare=None, **options) -> dict:
         return {**model.stats(), "mixers": len(model.engine.program.mixers)}
 
 
-@pytest.mark.parametrize("place", ["auto", "off", *LISTS])
-@pytest.mark.parametrize("name", MODELS)
-def test_every_list_answers_as_the_cpu(cases, name, place):
+@pytest.mark.parametrize(
+    ("where", "name", "place"),
+    on(
+        card=[(name, place) for name in MODELS for place in ("auto", "auto:bytes", "off", *LISTS)],
+        emulated=[("tiny-random", place) for place in ("auto:bytes", "off", *LISTS[-3:])],
+    ),
+    indirect=["where"],
+)
+def test_every_list_answers_as_the_cpu(cases, where, name, place):
     """auto, off and lists on the demo model and the fixtures, prefill and decode."""
     stats = check(cases(name), f"{name} {place}", place=place)
     assert stats["fallen"] == []
-    assert stats["mixers"] > 0 or place not in ("auto", LISTS[-1], LISTS[6])
+    assert stats["mixers"] > 0 or place not in ("auto:bytes", LISTS[-1], LISTS[6])  # by time, nothing so small is worth a hop
 
 
-@pytest.mark.parametrize("vram_mib", [1, 49, 50, 51, 53, 56, 60, 70])
-def test_every_budget_answers_as_the_cpu(cases, vram_mib):
+@pytest.mark.parametrize(
+    ("where", "vram_mib"),
+    on(card=[(n,) for n in (1, 49, 50, 51, 53, 56, 60, 70)], emulated=[(51,)]), indirect=["where"],
+)  # fmt: skip
+def test_every_budget_answers_as_the_cpu(cases, where, vram_mib):
     """From less than the staging takes to all of the model."""
     check(cases("demo"), f"{vram_mib} MiB", vram=vram_mib * MIB)
 
 
-def test_forced_evictions_answer_as_the_cpu(cases):
+@pytest.mark.parametrize("where", on(card=[()], emulated=[()]), indirect=True)
+def test_forced_evictions_answer_as_the_cpu(cases, where):
     """An expert leaves its slot at every token."""
 
     def evict(model: coli.Model) -> None:
         tier = model.placed.tier
-        tier._promotion = Promotion(every_tokens=1, max_swaps=4, ratio=0.0, margin=-1.0)
-        tier._next_look = 0
+        tier.exchange.policy = Promotion(every_tokens=1, max_swaps=4, ratio=0.0, margin=-1.0, max_slowdown=math.inf)
         between = tier.between_tokens
 
         def settled() -> None:
@@ -134,23 +153,23 @@ def trap(model: coli.Model) -> None:
 
     def start() -> None:
         context = device._context
-        module = context.check(driver.cuModuleLoadData(compile_cubin(device.card.arch, TRAP)), "load")
+        module = context.check(driver.cuModuleLoadData(compiling.compile_cubin(device.card.arch, TRAP)), "load")
         kernel = context.check(driver.cuModuleGetFunction(module, b"trap"), "find")
         driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, device._lanes[0].stream, 0, 0)
 
     model.engine.on_thread(start)
 
 
-def in_a_process_of_its_own(body: str) -> str:
+def in_a_process_of_its_own(where: str, body: str) -> str:
     """A context that a kernel has killed stays dead for its process."""
-    code = f"from devices.cuda.test_engine_card import *\n{body}"
+    body = textwrap.indent(body, "    ")
+    code = f"from devices.cuda.test_engine_card import *\nwith machine({where!r}) as emulated:\n{body}"
     done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout + done.stderr
 
 
 def _environment() -> dict[str, str]:
-    import os
     from pathlib import Path
 
     root = Path(coli.__file__).parent.parent
@@ -158,19 +177,23 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-@pytest.mark.parametrize("place", ["auto", "dnproj=0,shexp=0,lmhead=0,experts=0"])
-def test_trap_in_token_20_leaves_the_text(place):
+@pytest.mark.parametrize(
+    ("where", "place"),
+    on(card=[("auto:bytes",), ("dnproj=0,shexp=0,lmhead=0,experts=0",)], emulated=[("auto:bytes",)]), indirect=["where"],
+)  # fmt: skip
+def test_trap_in_token_20_leaves_the_text(where, place):
     """A kernel that traps loses the card in the middle of an answer; the text goes on, one line says how long."""
-    said = in_a_process_of_its_own(f"""
+    said = in_a_process_of_its_own(where, f"""
 from coli import log
 log.configure("info")
-with coli.load("demo", devices="none", threads=4, context=CONTEXT) as model:
+with coli.load("demo", devices="none", threads=THREADS, context=CONTEXT) as model:
     expected = text_of(model)
-with coli.load("demo", devices="0", vram=2048 * MIB, threads=4, context=CONTEXT, place={place!r}) as model:
+with coli.load("demo", devices="0", vram=2048 * MIB, threads=THREADS, context=CONTEXT, place={place!r}) as model:
     assert text_of(model) == expected, "before"
     found = text_of(model, 20, trap)
     assert model.placed.program.lost, "the card was not lost"
     assert found == expected, (found, expected)
+assert emulated is None or "trap" in emulated.complaint
 print("equal", len(expected))
 """)
     assert "equal" in said and "is lost" in said
@@ -178,7 +201,8 @@ print("equal", len(expected))
     print(said)
 
 
-def test_memory_taken_by_another_process_leaves_the_text(cases):
+@pytest.mark.parametrize("where", on(card=[()], emulated=[]), indirect=True)
+def test_memory_taken_by_another_process_leaves_the_text(cases, where):
     """An arena that fails although it was planned leaves the card out, and the answers as they were."""
     device = probe.list_devices()[0]
     device._opened()

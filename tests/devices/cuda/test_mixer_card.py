@@ -1,9 +1,10 @@
-"""Whole layers on a real card against the CPU, bit for bit, however positions are cut into calls."""
+"""Whole layers, on a card and emulated, against the CPU, bit for bit, however positions are cut into calls."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from devices.cuda.machines import CARD, machine, on
 from devices.cuda.support import activations, attention, deltanet, matrix_spec, product, same_bits
 
 from coli._core import kernels
@@ -12,17 +13,17 @@ from coli.devices.base import MatrixSpec
 from coli.devices.cuda import probe
 from coli.devices.cuda.mixer import MixerSpec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not isinstance(probe.probe_cuda(), list), reason="no NVIDIA card")]
 EPS = np.float32(1e-6)
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def card():
-    device = probe.list_devices()[0]
-    device.open_arena(512 * MIB, 0, None)
-    yield device
-    device.close()
+def card(request):
+    with machine(request.param):
+        device = probe.list_devices()[0]
+        device.open_arena((512 if request.param == CARD else 16) * MIB, 0, None)
+        yield device
+        device.close()
 
 
 def projections(rng, into_rows: int, hidden: int, width: int):
@@ -49,7 +50,10 @@ def run(card, mixer, x, cuts, cos, sin):
 
 
 @pytest.mark.parametrize("cuts", [[1] * 6, [70, 1, 1], [5, 20, 1]])
-@pytest.mark.parametrize(("hidden", "n_qk", "heads", "dk", "dv"), [(2048, 16, 32, 128, 128), (64, 2, 4, 16, 16)])
+@pytest.mark.parametrize(
+    ("card", "hidden", "n_qk", "heads", "dk", "dv"),
+    on(card=[(2048, 16, 32, 128, 128), (64, 2, 4, 16, 16)], emulated=[(64, 2, 4, 16, 16)]), indirect=["card"],
+)  # fmt: skip
 def test_deltanet_layer_equals_the_cpu(card, hidden, n_qk, heads, dk, dv, cuts):
     """In-projection, convolution, recurrence, gated norm, out-projection."""
     rng = np.random.default_rng(hidden)
@@ -80,7 +84,10 @@ def test_deltanet_layer_equals_the_cpu(card, hidden, n_qk, heads, dk, dv, cuts):
 
 
 @pytest.mark.parametrize("cuts", [[1] * 6, [63, 1, 1, 1], [130, 1, 20]])
-@pytest.mark.parametrize(("hidden", "n_q", "n_kv", "d", "half"), [(2048, 16, 2, 256, 32), (64, 4, 2, 32, 4)])
+@pytest.mark.parametrize(
+    ("card", "hidden", "n_q", "n_kv", "d", "half"),
+    on(card=[(2048, 16, 2, 256, 32), (64, 4, 2, 32, 4)], emulated=[(64, 4, 2, 32, 4)]), indirect=["card"],
+)  # fmt: skip
 @pytest.mark.parametrize("f16", [True, False])
 def test_attention_layer_equals_the_cpu(card, hidden, n_q, n_kv, d, half, f16, cuts):
     """In-projection, norms, RoPE, cache, attention, gate, out-projection."""

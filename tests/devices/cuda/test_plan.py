@@ -48,7 +48,7 @@ def test_plan_many_jobs_are_tiles_of_one_expert():
 
 def test_plan_small_scratch_makes_chunks_that_cover_all():
     """Less scratch means more chunks; together they hold every job."""
-    scratch = plan.x_bytes(SLAB.gate, 100) + (600 << 10)
+    scratch = plan.x_bytes(SLAB.gate, 100) + (150 << 10)
     made = plan.plan_experts(lane(scratch), SLAB, jobs_of([7] * 400), 100)
     assert 1 < len(made.tiles)
     assert sum(int(t["count"].sum()) for t in made.tiles) == 400

@@ -102,6 +102,11 @@ DEVICE float softplus_(float x)
     return __fadd_rn(positive, __fadd_rn(__fmul_rn(__fmul_rn(s, z), q), __fadd_rn(s, s)));
 }
 
+DEVICE float4 add4(float4 a, float4 b)
+{
+    return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+
 /* ---- sums over features: 32 lanes are one warp ---------------------------------------------------------------- */
 
 /* The tree over lanes: a + b = b + a, so with an exchange by xor every lane ends with the value of lane 0's tree. */

@@ -26,9 +26,23 @@ DEVICE void dense(const u8 *w, const Job *jobs, int gathers, int scatters, i64 r
     if (r >= rows)
         return;
     const u8 *row = w + r * row_bytes;
+    const float *of = x + from * x_stride;
+    const int AHEAD = 16; /* columns of a lane that are under way at once */
     float p = 0.0f;
-    for (int i = lane; i < cols; i += WARP)
-        p = __fadd_rn(p, __fmul_rn(widen<FORMAT>(row, i), x[from * x_stride + i]));
+    int i = lane;
+    for (; i + WARP * (AHEAD - 1) < cols; i += WARP * AHEAD) {
+        float a[AHEAD], b[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            a[j] = widen<FORMAT>(row, i + WARP * j);
+            b[j] = of[i + WARP * j];
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            p = __fadd_rn(p, __fmul_rn(a[j], b[j]));
+    }
+    for (; i < cols; i += WARP)
+        p = __fadd_rn(p, __fmul_rn(widen<FORMAT>(row, i), of[i]));
     p = tree32(p);
     if (lane == 0)
         y[to * y_stride + r] = p;

@@ -36,25 +36,6 @@ extern "C" __global__ void __launch_bounds__(256)
         x_here[i] = x[i];
 }
 
-/* h = silu(gate) * up of (n, dim), quantised by groups.  A warp takes one group of one row. */
-extern "C" __global__ void __launch_bounds__(128)
-    silu_quantize(const float *gate, const float *up, int dim, int n, Acts a)
-{
-    int lane = threadIdx.x % WARP;
-    i64 item = (i64)blockIdx.x * 4 + threadIdx.x / WARP;
-    if (item >= (i64)n * a.n_groups)
-        return;
-    int row = item / a.n_groups, g = item % a.n_groups, k = g * GROUP + 4 * lane, sum;
-    float scale;
-    float4 v = load_columns(gate + (i64)row * dim, k, dim), u = load_columns(up + (i64)row * dim, k, dim);
-    v.x = __fmul_rn(silu_(v.x), u.x);
-    v.y = __fmul_rn(silu_(v.y), u.y);
-    v.z = __fmul_rn(silu_(v.z), u.z);
-    v.w = __fmul_rn(silu_(v.w), u.w);
-    u32 q = quantize_group(v, &scale, &sum);
-    store_group(a, row, g, lane, q, scale, sum);
-}
-
 extern "C" __global__ void __launch_bounds__(256) silu_mul(float *gate, const float *up, i64 n)
 {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
