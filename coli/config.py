@@ -23,8 +23,13 @@ MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
+# What the kernels have room for (coli/_core/step.pyx refuses more, and a test holds the two together).
+MAX_CONV_TAPS = 16
+MAX_TOP_K = 64
+MAX_HEADS_PER_KV = 64
+
 # field -> (default when absent, smallest, largest).  Defaults are those of transformers 5.17
-# (Qwen3_5MoeTextConfig); the upper bounds keep a damaged file from asking for absurd allocations.
+# (Qwen3_5MoeTextConfig); the other upper bounds keep a damaged file from asking for absurd allocations.
 _INTEGERS = {
     "vocab_size": (248320, 1, 1 << 24),
     "hidden_size": (2048, 1, 1 << 17),
@@ -36,9 +41,9 @@ _INTEGERS = {
     "linear_num_value_heads": (32, 1, 4096),
     "linear_key_head_dim": (128, 1, 4096),
     "linear_value_head_dim": (128, 1, 4096),
-    "linear_conv_kernel_dim": (4, 1, 64),
+    "linear_conv_kernel_dim": (4, 1, MAX_CONV_TAPS),
     "num_experts": (256, 1, 65536),
-    "num_experts_per_tok": (8, 1, 65536),
+    "num_experts_per_tok": (8, 1, MAX_TOP_K),
     "moe_intermediate_size": (512, 1, 1 << 17),
     "shared_expert_intermediate_size": (512, 1, 1 << 17),
     "max_position_embeddings": (32768, 1, 1 << 31),
@@ -350,6 +355,12 @@ def _check_divisibility(config: ModelConfig, text: _Fields) -> None:
     ):
         if getattr(config, many) % getattr(config, few):
             raise text.error(many, getattr(config, many), f"expected a multiple of {few} = {getattr(config, few)}")
+    if config.num_attention_heads > MAX_HEADS_PER_KV * config.num_key_value_heads:
+        raise text.error(
+            "num_attention_heads",
+            config.num_attention_heads,
+            f"expected at most {MAX_HEADS_PER_KV} for each of num_key_value_heads = {config.num_key_value_heads}",
+        )
     if config.rotary_dim < 2 or config.rotary_dim % 2:
         raise text.error(
             "partial_rotary_factor",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,7 +22,7 @@ import numpy as np
 from coli import settings
 from coli.engine.generate import FinishReason, Generation
 from coli.engine.sampler import Sampler, SamplingParams
-from coli.errors import RequestError
+from coli.errors import ColiError, PlacementError, RequestError
 from coli.log import logger
 from coli.text.channels import ChannelParser, Delta
 from coli.text.defaults import sampling_defaults, stop_ids
@@ -159,7 +160,8 @@ class Model:
         placed: Placed | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        self.engine = engine
+        self._engine = engine
+        self._pid = os.getpid()
         self.placed = placed
         self.folder = Path(folder)
         SamplingParams(seed=seed)  # checks it
@@ -168,6 +170,15 @@ class Model:
         self._closed = False
 
     # ---- facts ---------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """What computes.  ColiError in a forked child, which has the model's memory but none of its threads."""
+        if os.getpid() != self._pid:
+            from coli.engine.worker import FORKED
+
+            raise ColiError(FORKED)
+        return self._engine
 
     @property
     def config(self) -> ModelConfig:
@@ -206,6 +217,16 @@ class Model:
         """What runs where, and what it did: "isa", "threads", "place", "tier" and more."""
         placed = {"place": "off", "tier": None} if self.placed is None else self.placed.stats()
         return {"model": str(self.folder), **placed, **self.engine.stats()}
+
+    def set_vram(self, vram: int | str) -> list[int]:
+        """Take so much of each device from now on, by giving expert slots back or taking more: the slots of each.
+
+        vram : bytes, "6GiB", or "auto" for what is free now less the reserve.  No answer changes by it.
+        Raises PlacementError where no device is used, or one cannot change its slots while it runs.
+        """
+        if self.placed is None or self.placed.plan is None:
+            raise PlacementError("no device is in use; load the model with devices first")
+        return self.engine.on_thread(lambda: self.placed.set_allowance(vram))
 
     # ---- logits --------------------------------------------------------------------------------------
 
@@ -350,8 +371,8 @@ class Model:
     # ---- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the engine's threads and let the files go.  May be called twice."""
-        if not self._closed:
+        """End the engine's threads and let the files go.  May be called twice; in a forked child it does nothing."""
+        if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self._on_close()
 

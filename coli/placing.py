@@ -7,25 +7,41 @@ an upload that fails) stays on the CPU, is said in one line, and changes no answ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 
 from coli import settings
 from coli.devices.base import Device, DeviceError, LayerDevice, SlabSpec
-from coli.engine.mixing import matrix_spec, mixer_spec
+from coli.engine.bind import geometry
+from coli.engine.mixing import final_norm, layer_spec, matrix_spec, mixer_spec
 from coli.engine.program import Program
+from coli.engine.span import PlacedSpan
+from coli.errors import PlacementError
 from coli.log import logger
-from coli.placement import CpuFacts, DeviceFacts, ModelShape, Plan, default_reserve_bytes, place_lines, plan
+from coli.placement import (
+    CpuFacts,
+    DeviceFacts,
+    ModelShape,
+    Plan,
+    Probe,
+    default_reserve_bytes,
+    place_lines,
+    plan,
+    with_whole_layers,
+)
 from coli.tier.expert_tier import ExpertTier
 from coli.tier.heat import Heat
 from coli.tier.heatfile import HeatFile, HeatShape
+from coli.tier.residency import ON_CPU
 
 if TYPE_CHECKING:
     from coli.container.reader import Container, Slabs
@@ -38,25 +54,37 @@ _MATRICES = {
     "attnproj": ("layers.{}.self_attn.qkv_proj", "layers.{}.self_attn.o_proj"),
 }
 
-_KV_STEP = 1024  # positions by which a device's keys and values grow at most (devices/cuda/mixer.py)
-
 _log = logger("place")
 
 
 class Placed:
-    """What was placed.  plan : as decided (None without devices).   devices : those in use.   tier : None without."""
+    """What was placed.
 
-    def __init__(self, plan: Plan | None, devices: Sequence[Device], program: Program, tier: ExpertTier | None) -> None:
+    plan : as decided (None without devices).   devices : those in use.   tier : None without.
+    trunk_bytes : of each device, the components that were uploaded.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | None,
+        devices: Sequence[Device],
+        program: Program,
+        tier: ExpertTier | None,
+        trunk_bytes: Sequence[int] = (),
+    ) -> None:
         self.plan = plan
         self.devices = list(devices)
         self.program = program
         self.tier = tier
+        self.trunk_bytes = list(trunk_bytes)
 
     def stats(self) -> dict[str, Any]:
         """Keys of ``Model.stats()``: place, plan, trunk_bytes by device, fallen, tier, devices."""
-        trunk: dict[str, int] = {}
-        for device, n_bytes in zip(self.devices, self.plan.placed_bytes if self.plan else ()):
-            trunk[device.name] = n_bytes
+        names = [device.name for device in self.devices]
+        trunk = {
+            name if names.count(name) == 1 else f"{index} ({name})": n_bytes
+            for index, (name, n_bytes) in enumerate(zip(names, self.trunk_bytes))
+        }
         return {
             "place": self.plan.place if self.plan else "off",
             "plan": self.plan.to_dict() if self.plan else None,
@@ -75,14 +103,42 @@ class Placed:
         trunk = ", ".join(f"{name} {n_bytes / 2**20:,.0f} MiB" for name, n_bytes in self.stats()["trunk_bytes"].items())
         return [f"{self.tier.summary()}; trunk in VRAM apart: {trunk}"]
 
+    def set_allowance(self, vram: int | str) -> list[int]:
+        """Take so much of each device from now on, by giving expert slots back or taking more; the slots of each.
+
+        vram : bytes, "6GiB", or "auto" for what is free now less the reserve.  As COLI_VRAM it is the whole allowance:
+            what lies on the device beside experts stays, and a device that got no slots at load has none later.
+        On the engine thread, between two steps.  Raises PlacementError where a device cannot do it.
+        """
+        assert self.plan is not None and self.tier is not None, "there are no devices to take anything of"
+        allowance = settings.get("vram", vram)
+        slots = []
+        for index, (device, facts) in enumerate(zip(self.devices, self.plan.devices, strict=True)):
+            now = self.tier.n_slots(index)
+            wanted = now
+            if now or self.plan.slots[index]:
+                if not getattr(device, "slot_segment_bytes", 0):
+                    raise PlacementError(f"{device.name}: its expert slots cannot change while it runs; load anew")
+                free_bytes = device.free_bytes()
+                if allowance == "auto":
+                    room = free_bytes - default_reserve_bytes(free_bytes) + now * self.plan.shape.expert_bytes
+                else:
+                    room = allowance - facts.staging_bytes - self.plan.placed_bytes[index]
+                wanted = min(max(0, room) // self.plan.shape.expert_bytes, len(self.plan.homes[index]))
+            self.tier.resize(index, wanted)
+            slots.append(self.tier.n_slots(index))
+        self.tier.refill()
+        return slots
+
     def close(self) -> None:
         """Say what the tier did, save heat, end uploads, give the devices back."""
-        if self.tier is not None:
-            for line in self.summary():
-                logger("tier").info(line)
-            self.tier.close()
-        for device in self.devices:
-            device.close()
+        with contextlib.ExitStack() as rest:  # in reverse order, and each whatever the one before it raised
+            for device in self.devices:
+                rest.callback(device.close)
+            if self.tier is not None:
+                rest.callback(self.tier.close)
+                for line in self.summary():
+                    logger("tier").info(line)
 
 
 def place_model(
@@ -126,17 +182,18 @@ def _place(
         cpu = CpuFacts(free_bytes=psutil.virtual_memory().available)
         plan(shape, [], place="auto" if by_time else wanted, heat=counts, cpu=cpu, context=engine.context)
         return Placed(None, [], engine.program, None)
-    cpu_gb_s = _cpu_gb_s(container, shape, engine.context) if wanted in ("auto", "auto:time") else None
-    placing = _Placing(container, engine, shape, found, wanted, allowance, counts, cpu_gb_s)
-    placed = engine.on_thread(lambda: placing.run(heat_file))
-    engine.program = placed.program
+    n_left = 0
     if not team_is_given:
         n_free = len(os.sched_getaffinity(0)) - len(engine.cpus) if hasattr(os, "sched_getaffinity") else 0
-        n = cpus_to_leave(engine.team.n_threads, n_free, placed.devices)
-        if n:
-            engine.leave_cpus(n)
-            logger("threads").info("%d threads: %d CPUs are left to uploads and the card's driver",
-                                   engine.team.n_threads, n)  # fmt: skip
+        n_left = cpus_to_leave(engine.team.n_threads, n_free, found)
+    probe = _figures(engine, found, wanted, n_left)
+    placing = _Placing(container, engine, shape, found, wanted, allowance, counts, probe)
+    placed = engine.on_thread(lambda: placing.run(heat_file))
+    engine.program = placed.program
+    if n_left:
+        engine.leave_cpus(n_left)
+        logger("threads").info("%d threads: %d CPUs are left to uploads and the card's driver",
+                               engine.team.n_threads, n_left)  # fmt: skip
     return placed
 
 
@@ -150,15 +207,15 @@ def cpus_to_leave(threads: int, n_free: int, devices: Sequence[Device]) -> int:
     return min(max(0, wanted - n_free), threads // 4)
 
 
-def _cpu_gb_s(container: Container, shape: ModelShape, context: int) -> float | None:
-    """What the CPU reads of this model's weights while it decodes, in GB/s, where `coli tune` has measured it here."""
-    from coli.threads.limits import local_machine
-    from coli.threads.tuning import geometry_key, load_profile, machine_fingerprint
+def _figures(engine: Engine, devices: Sequence[Device], place: str, n_left: int) -> Probe | None:
+    """What the devices and the team (less ``n_left`` threads) take for a step; None where a device has no figures."""
+    from coli.probing import machine_figures
 
-    formats = (container.manifest.trunk_format, container.manifest.expert_format)
-    profile = load_profile(machine_fingerprint(*local_machine()), geometry_key(container.config, formats))
-    tok_s = None if profile is None else profile.table.get(profile.label)
-    return median(tok_s) * plan(shape, [], context=context).cpu_bytes_per_token / 1e9 if tok_s else None
+    cpus = engine.cpus[: len(engine.cpus) - n_left] or None
+    return machine_figures(
+        devices, engine.team.n_threads - n_left, cpus, settings.get("isa"),
+        anyway=place == "auto:time", on_thread=engine.on_thread,
+    )  # fmt: skip
 
 
 def _heat_file(container: Container, heat: str | Path | None, has_devices: bool) -> HeatFile | None:
@@ -194,7 +251,7 @@ class _Placing:
         place: str,
         allowance: int | str,
         counts: list[list[float]] | None,
-        cpu_gb_s: float | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self.container = container
         self.engine = engine
@@ -203,8 +260,9 @@ class _Placing:
         self.place = place
         self.allowance = allowance
         self.counts = counts
-        self.cpu_gb_s = cpu_gb_s
-        self._whole: dict[int, dict[str, int]] = {}  # by the device's place: kinds of layers it may take whole
+        self.probe = probe
+        self._whole: dict[int, tuple[str, ...]] = {}  # by the device's place: kinds of layers it may take whole
+        self._span_bytes: dict[int, int] = {}  # ... and what runs of them take beside; 0: it takes no runs
         slabs = container.slabs("layers.0.mlp.experts")
         self.slab = _slab_spec(slabs)
 
@@ -212,45 +270,31 @@ class _Placing:
         """What the devices have free now, cut by COLI_VRAM; their speeds where time is to decide."""
         made = []
         for i, device in enumerate(self.devices):
-            free = device.free_bytes()
-            if self.allowance == "auto":
-                reserve = default_reserve_bytes(free)
-            else:
-                reserve = max(0, free - self.allowance)
-            self._whole[i] = self._whole_layers(device, free - reserve)
-            made.append(
-                DeviceFacts(
-                    device.name, free, reserve_bytes=reserve, uuid=device.uuid, pci_bus_id=device.pci_bus_id,
-                    staging_bytes=getattr(device, "staging_bytes", 0) + sum(self._whole[i].values()),
-                    gb_s=getattr(device, "gb_s", None) if self.cpu_gb_s else None,
-                    latency_us=getattr(device, "latency_us", None) if self.cpu_gb_s else None,
-                )
-            )  # fmt: skip
+            facts = DeviceFacts.from_device(device, self.allowance)
+            allowance_bytes = facts.free_bytes - facts.reserve_bytes
+            if facts.whole_layers:
+                facts = with_whole_layers(facts, self.shape, self.place, self.engine.context)
+            self._whole[i] = facts.whole_layers
+            self._span_bytes[i] = self._bytes_of_spans(device, allowance_bytes) if facts.whole_layers else 0
+            whole = facts.whole_layers if self._span_bytes[i] else ()  # in time only runs of whole layers count
+            staging_bytes = facts.staging_bytes + self._span_bytes[i]
+            made.append(replace(facts, staging_bytes=staging_bytes, whole_layers=whole))
         return made
 
-    def _whole_layers(self, device: Device, allowance_bytes: int) -> dict[str, int]:
-        """Which layers a device may take whole, by kind, and the bytes that go with them: the small vectors, and one
-        sequence's state, with the keys and values of the whole context.
-
-        A kind for which that is more than a sixteenth of the device is left to single products: weights save more.
-        """
-        if not hasattr(device, "mixer"):
-            return {}
-        config, wanted = self.container.config, {}
-        if "auto" in self.place or "dnout" in self.place:
-            taps = config.linear_conv_kernel_dim * config.conv_channels
-            ba = config.linear_num_value_heads * (2 * 4 * config.hidden_size)
-            n_layers = config.layer_types.count("linear_attention")
-            wanted["linear_attention"] = self.shape.state_bytes + n_layers * (4 * taps + ba + 4096)
-        if "auto" in self.place or "attnproj" in self.place:
-            positions = -(-self.engine.context // _KV_STEP) * _KV_STEP
-            n_layers = config.layer_types.count("full_attention")
-            wanted["full_attention"] = self.shape.kv_bytes(positions) + n_layers * 8192
-        return {kind: n_bytes for kind, n_bytes in wanted.items() if n_bytes <= allowance_bytes // 16}
+    def _bytes_of_spans(self, device: Device, allowance_bytes: int) -> int:
+        """What runs of layers take of a device beside the weights; 0 where it takes none, or that would be too much."""
+        if getattr(device, "span_bytes", None) is None:
+            return 0
+        config = self.container.config
+        numbers = geometry(config, self.container.manifest.kv_dtype == "float16")
+        n_bytes = device.span_bytes(numbers, config.num_hidden_layers)
+        return n_bytes if n_bytes <= allowance_bytes // 16 else 0
 
     def decide(self, facts: list[DeviceFacts]) -> Plan:
-        cpu = CpuFacts(self.cpu_gb_s, free_bytes=psutil.virtual_memory().available)
-        made = plan(self.shape, facts, place=self.place, heat=self.counts, cpu=cpu, context=self.engine.context)
+        made = plan(
+            self.shape, facts, place=self.place, heat=self.counts, probe=self.probe,
+            cpu=CpuFacts(free_bytes=psutil.virtual_memory().available), context=self.engine.context,
+        )  # fmt: skip
         for line in place_lines(made):
             _log.info(line)
         return made
@@ -274,11 +318,10 @@ class _Placing:
                 )  # fmt: skip
                 chosen = self.decide(now)
                 break
-        residents, slots = {}, []
+        residents, slots, trunk_bytes = {}, [], []
         for index in range(len(self.devices)):
             slots.append(self._open(chosen, index))
-            if slots[-1] is not None:
-                self._upload(chosen, index, residents)
+            trunk_bytes.append(0 if slots[-1] is None else self._upload(chosen, index, residents))
         heat = Heat(
             self.shape.layers, self.shape.n_experts, self.shape.topk,
             start=heat_file.counts if heat_file is not None else None,
@@ -295,22 +338,28 @@ class _Placing:
             ],
             heat=heat,
             heat_file=heat_file,
+            # an allowance by hand may leave nothing over; what it leaves beyond the usual reserve is for others
+            keep_free_bytes=[min(f.reserve_bytes, default_reserve_bytes(f.free_bytes)) for f in now],
         )  # fmt: skip
         tier.warm_start()
+        self._unmap(residents, tier)
         mixers = self._mixers(residents)
-        return Placed(chosen, self.devices, Program(self.engine.config, residents, tier, mixers), tier)
+        spans = self._spans(residents, mixers)
+        program = Program(self.engine.config, residents, tier, mixers, spans)
+        return Placed(chosen, self.devices, program, tier, trunk_bytes)
 
     def _mixers(self, residents: dict[tuple[str, int], tuple[Device, Any]]) -> dict[int, tuple[LayerDevice, Any]]:
         """The layers whose projections are all on one device that takes them whole.  One that fails stays as it was."""
         mixers: dict[int, tuple[LayerDevice, Any]] = {}
         allowed = {id(device): self._whole[i] for i, device in enumerate(self.devices)}
         for layer, kind in enumerate(self.container.config.layer_types):
-            if kind == "full_attention":
+            component = "attnproj" if kind == "full_attention" else "dnproj"
+            if component == "attnproj":
                 device, handles = residents.get(("attnproj", layer), (None, ()))
             else:
                 (device, into), (other, out) = (residents.get((c, layer), (None, None)) for c in ("dnproj", "dnout"))
                 device, handles = (device if device is other else None), (into, out)
-            if device is None or kind not in allowed[id(device)]:
+            if device is None or component not in allowed[id(device)]:
                 continue
             spec = mixer_spec(self.container, layer)
             if spec is None:
@@ -319,8 +368,71 @@ class _Placing:
                 mixers[layer] = device, device.mixer(spec, *handles)
             except DeviceError as error:
                 _log.warning("layer %d is not taken whole by %s, only its products: %s", layer, device.name, error)
-                allowed[id(device)] = {}
+                allowed[id(device)] = ()
         return mixers
+
+    def _spans(
+        self, residents: dict[tuple[str, int], tuple[Device, Any]], mixers: dict[int, tuple[LayerDevice, Any]]
+    ) -> list[PlacedSpan]:
+        """Runs of consecutive layers that one device takes from residual stream to residual stream."""
+        takes_none = {id(device) for i, device in enumerate(self.devices) if not self._span_bytes[i]}
+        spans: list[PlacedSpan] = []
+        device, layers = None, []  # of the run that is being made
+        n_layers = len(self.container.config.layer_types)
+        for layer in range(n_layers + 1):
+            owner, handle = self._span_layer(layer, residents, mixers, takes_none)
+            if layers and owner is not device:
+                head = self._span_head(device, residents) if layer == n_layers else None
+                spans += self._span(device, layer, layers, head)
+                layers = []
+            device = owner
+            if device is not None:
+                layers.append(handle)
+        for i, device in enumerate(self.devices):
+            mine = [span.what for span in spans if span.device is device]
+            if mine:
+                graphs = "one graph" if len(mine) == 1 else f"{len(mine)} graphs"
+                _log.info("whole on device %d (%s): %s; %s a token", i, device.name, ", ".join(mine), graphs)
+        return spans
+
+    def _span_layer(
+        self, layer: int, residents: dict[tuple[str, int], tuple[Device, Any]],
+        mixers: dict[int, tuple[LayerDevice, Any]], takes_none: set[int],
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The device that has all of a layer but perhaps its experts, and the layer's handle there; else two Nones."""
+        device, mixer = mixers.get(layer, (None, None))
+        owner, shared = residents.get(("shexp", layer), (None, None))
+        if device is None or id(device) in takes_none or owner not in (None, device):
+            return None, None
+        spec = layer_spec(self.container, layer)
+        if spec is None:
+            return None, None
+        try:
+            return device, device.layer(layer, mixer, shared, spec)
+        except DeviceError as error:
+            takes_none.add(id(device))
+            _log.warning("%s takes no run of layers from layer %d on: %s", device.name, layer, error)
+            return None, None
+
+    def _span_head(self, device: Any, residents: dict[tuple[str, int], tuple[Device, Any]]) -> Any:
+        """The head behind the last layer, where it is resident on the same device."""
+        owner, matrix = residents.get(("lmhead", 0), (None, None))
+        if owner is not device:
+            return None
+        try:
+            return device.head(final_norm(self.container), matrix)
+        except DeviceError as error:
+            _log.warning("%s does not take the head with its layers: %s", device.name, error)
+            return None
+
+    def _span(self, device: Any, end: int, layers: list[Any], head: Any) -> list[PlacedSpan]:
+        """The run of layers that ends before ``end``; nothing where the device cannot have it."""
+        first = end - len(layers)
+        try:
+            return [PlacedSpan(device, device.span(layers, head), first, end, head is not None)]
+        except DeviceError as error:
+            _log.warning("%s does not take the layers %d-%d in one run: %s", device.name, first, end - 1, error)
+            return []
 
     def _needs(self, chosen: Plan, index: int) -> int:
         return chosen.placed_bytes[index] + chosen.slots[index] * self.shape.expert_bytes
@@ -346,15 +458,16 @@ class _Placing:
                 )
             return slots
 
-    def _upload(self, chosen: Plan, index: int, residents: dict[tuple[str, int], Any]) -> None:
-        """Upload a device's components in the order of the decisions.  One that fails stays on the CPU."""
-        device = self.devices[index]
+    def _upload(self, chosen: Plan, index: int, residents: dict[tuple[str, int], Any]) -> int:
+        """Upload a device's components in the order of the decisions; their bytes.  One that fails stays on the CPU."""
+        device, n_bytes = self.devices[index], 0
         for decision in chosen.decisions:
             if decision.device != index:
                 continue
             layer = decision.layer or 0
             try:
                 residents[decision.component, layer] = device, self._handle(device, decision.component, layer)
+                n_bytes += decision.bytes
             except DeviceError as error:
                 where = "" if decision.layer is None else f" of layer {layer}"
                 _log.warning(
@@ -363,7 +476,16 @@ class _Placing:
                 if error.kind == "lost":
                     for key in [k for k, (owner, _) in residents.items() if owner is device]:
                         del residents[key]
-                    return
+                    return 0
+        return n_bytes
+
+    def _unmap(self, residents: dict[tuple[str, int], Any], tier: ExpertTier) -> None:
+        """Let the pages go that were mapped for uploads only."""
+        for component, layer in residents:
+            for name in _MATRICES.get(component, ("layers.{}.mlp.shared_expert",)):
+                self.container.will_not_need(name.format(layer))
+        for layer in np.flatnonzero((tier.residency.device != ON_CPU).any(axis=1)).tolist():
+            self.container.will_not_need(f"layers.{layer}.mlp.experts")
 
     def _handle(self, device: Device, component: str, layer: int) -> Any:
         if component == "shexp":

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coli import config
 from coli.config import ModelConfig, read_json_object
 from coli.errors import ModelError
 
@@ -113,6 +114,9 @@ def test_generation_config_replaces_the_stop_ids():
         ("num_experts_per_tok", 9, "num_experts is 8"),
         ("num_key_value_heads", 3, "expected a multiple of num_key_value_heads = 3"),
         ("linear_num_key_heads", 3, "expected a multiple of linear_num_key_heads = 3"),
+        ("linear_conv_kernel_dim", 17, "linear_conv_kernel_dim is 17; expected 1 to 16"),
+        ("num_experts_per_tok", 65, "num_experts_per_tok is 65; expected 1 to 64"),
+        ("num_attention_heads", 130, "is 130; expected at most 64 for each of num_key_value_heads = 2"),
         ("layer_types", ["linear_attention"] * 3 + ["sliding_attention"], r"layer_types\[3\]"),
         ("layer_types", "full_attention", "expected a list"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps is NaN"),
@@ -129,6 +133,18 @@ def test_field_that_cannot_be_is_refused_by_name(field, value, expected):
     with pytest.raises(ModelError, match=expected) as caught:
         ModelConfig.from_dict(changed(**{field: value}), "some/config.json")
     assert str(caught.value).startswith("some/config.json: ") and "\n" not in str(caught.value)
+
+
+def test_limits_are_those_of_the_kernels():
+    """What the step has no room for is refused here, by its field, and nothing else is."""
+    from coli._core import step
+
+    assert (config.MAX_CONV_TAPS, config.MAX_TOP_K, config.MAX_HEADS_PER_KV) == (
+        step.MAX_CONV_TAPS, step.MAX_TOP_K, step.MAX_HEADS_PER_KV,
+    )  # fmt: skip
+    heads = checkpoints.text_config()["num_key_value_heads"] * 64
+    most = changed(num_attention_heads=heads, linear_conv_kernel_dim=16, num_experts=64, num_experts_per_tok=64)
+    assert ModelConfig.from_dict(most).num_attention_heads == heads
 
 
 def test_file_that_is_no_json_object_is_refused(tmp_path):

@@ -30,6 +30,7 @@ LEVEL = {
     "engine": 4,
     "model": 5,
     "placing": 5,
+    "probing": 5,
     "server": 6,
     "cli": 7,
 }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -188,3 +191,36 @@ def test_model_closes_once_and_is_a_context_manager():
         assert loaded.stats()["isa"] == "scripted"
     loaded.close()
     assert engine.closed == 1
+
+
+FORK = """
+import os, signal, sys
+import coli
+
+with coli.load("demo", devices="none", threads=1) as model:
+    before = model.logits([1, 2]).tobytes()
+    session = model.session()
+    if os.fork() == 0:
+        signal.alarm(20)  # a hang is what this is about
+        uses = (lambda: model.logits([1]), lambda: model.generate([1], max_tokens=1), model.session, model.stats,
+                lambda: session.step(1), session.copy)
+        for use in uses:
+            try:
+                use()
+            except coli.ColiError as error:
+                assert "load it in the child" in str(error) and "\\n" not in str(error), error
+            else:
+                os._exit(3)
+        model.close()  # a child that leaves a `with` block in the usual way
+        os._exit(0)
+    status = os.wait()[1]
+    assert model.logits([1, 2]).tobytes() == before
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_model_in_a_forked_child_is_refused_and_the_parents_goes_on():
+    """The engine's threads are not in the child, where a call would wait for ever; one line says what to do instead."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Whole layers for a device: what lies between a layer's two projections, as a MixerSpec.
+"""Whole layers for a device: what lies between a layer's two projections (MixerSpec), and around them (LayerSpec).
 
 The numbers are those that ``bind`` gives the CPU's step, made the same way, so both compute the same layer.
 """
@@ -11,13 +11,14 @@ import numpy as np
 
 from coli._core import kernels
 from coli.container.layout import FORMATS
-from coli.devices.base import MatrixSpec, MixerSpec
+from coli.devices.base import LayerSpec, MatrixSpec, MixerSpec
 from coli.engine.bind import geometry
 
 if TYPE_CHECKING:
     from coli.container.reader import Container, Matrix
 
 _ATTENTION_NORMS = ("q_norm", "k_norm")
+_ONE = np.float32(1.0)
 
 
 def matrix_spec(m: Matrix) -> MatrixSpec:
@@ -34,8 +35,7 @@ def mixer_spec(container: Container, layer: int) -> MixerSpec | None:
     if container.config.layer_types[layer] == "full_attention":
         if not FORMATS[container.matrix(p + "self_attn.qkv_proj").format].is_blocks:
             return None
-        one = np.float32(1.0)
-        norms = {name: one + container.float32(f"{p}self_attn.{name}") for name in _ATTENTION_NORMS}
+        norms = {name: _ONE + container.float32(f"{p}self_attn.{name}") for name in _ATTENTION_NORMS}
         return MixerSpec(True, numbers, norms)
     p += "linear_attn."
     ba = container.matrix(p + "in_proj_ba")
@@ -48,3 +48,18 @@ def mixer_spec(container: Container, layer: int) -> MixerSpec | None:
         "dn_norm": container.float32(p + "norm"),  # not zero-centred
     }
     return MixerSpec(False, numbers, vectors, matrix_spec(ba))
+
+
+def layer_spec(container: Container, layer: int) -> LayerSpec | None:
+    """A layer for `SpanDevice.layer`; None where its router is not row-major."""
+    p = f"layers.{layer}."
+    matrices = [container.matrix(f"{p}mlp.{name}") for name in ("gate", "shared_expert_gate")]
+    if any(FORMATS[m.format].is_blocks for m in matrices):
+        return None
+    norms = [_ONE + container.float32(p + name) for name in ("input_layernorm", "post_attention_layernorm")]
+    return LayerSpec(*norms, *(matrix_spec(m) for m in matrices))
+
+
+def final_norm(container: Container) -> np.ndarray:
+    """The norm before the head, for `SpanDevice.head`: float32 (hidden,), 1 + w."""
+    return _ONE + container.float32("norm")

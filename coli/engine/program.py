@@ -2,7 +2,8 @@
 
 With nothing placed the list is one step: all operations of all layers in one region of the CPU team.  Each
 matrix that a device holds cuts it: the CPU runs up to the operation, the device answers it, the CPU goes on.
-A layer whose matrices are all on one device is one step there, and its part of a sequence's state is there too.
+A layer whose matrices are all on one device is one step there, and its part of a sequence's state is there too; a run
+of such layers may be one step, with the head if that is there too (``span``).
 
 A step whose device fails is answered by the CPU from the container's own bytes, then and from then on; the
 contract makes that the same bits, so a failure costs time and nothing else.  Where states were lost with it the
@@ -12,12 +13,14 @@ batch is given up (`StatesLost`), and whoever runs it computes them again and be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Protocol, Sequence
 
 import numpy as np
 
 from coli._core import step
 from coli.devices.base import Device, DeviceError, LayerDevice, LayerState
+from coli.engine.experts import ExpertsOn
+from coli.engine.span import PlacedSpan, SpanOn
 from coli.engine.states import Held, StatesLost
 from coli.log import logger
 
@@ -31,12 +34,18 @@ class Tier(Protocol):
     """What the program asks of the expert tier (``coli.tier.expert_tier`` says more)."""
 
     def holds(self, layer: int) -> bool: ...
-    def note(self, layer: int, top_idx: np.ndarray) -> None: ...
-    def issue(self, layer: int, top_idx: np.ndarray, x: np.ndarray, external: np.ndarray) -> Sequence[Any]: ...
+    def note(self, layer: int, top_idx: np.ndarray, decoding: bool = ...) -> None: ...
+    def issue(
+        self, layer: int, top_idx: np.ndarray, x: np.ndarray, external: np.ndarray, skip: Device | None = ...
+    ) -> Sequence[Any]: ...
     def take(self, group: Any) -> np.ndarray | None: ...
+    def has_others(self, device: Device) -> bool: ...
+    def took(self, device: Device, first_layer: int, top_idx: np.ndarray, misses: int = ...) -> None: ...
     def quarantine(self, lost: Device, reason: str = ...) -> None: ...
     def drain(self) -> None: ...
     def between_tokens(self) -> None: ...
+    def stepped(self, seconds: float) -> None: ...
+    def after_prompt(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -50,20 +59,26 @@ class Part:
 
 
 class Views:
-    """The step's buffers as arrays without padding, taken once a batch: every line between two steps costs."""
+    """The step's buffers as arrays without padding, taken once for batches alike: every line between steps costs."""
 
-    __slots__ = ("xn", "proj", "o", "y", "top_idx", "external", "slot_of", "expert_y", "shared_y")
+    __slots__ = ("of", "x", "xn", "proj", "o", "y", "top_idx", "external", "slot_of", "expert_y", "shared_y")
 
     def __init__(self, runner: step.Runner, hidden_size: int) -> None:
         def take(name: str) -> np.ndarray:
             return np.asarray(runner.buffer(name))
 
+        self.x = take("x")[:, :hidden_size]
         self.xn = take("xn")[:, :hidden_size]
         self.y = take("y")[:, :hidden_size]
         self.proj, self.o = take("proj"), take("o")
         self.top_idx, self.external, self.slot_of = take("top_idx"), take("external"), take("slot_of")  # (T, k)
         self.expert_y = take("expert_y")[:, :hidden_size]
         self.shared_y = take("shared_y")[:, :hidden_size]
+        self.of = runner, runner.generation, len(self.x)
+
+    def fit(self, runner: step.Runner, n_rows: int) -> bool:
+        """Whether they are the buffers of this runner's batch of so many rows."""
+        return self.of == (runner, runner.generation, n_rows)
 
 
 class CpuRun:
@@ -131,6 +146,11 @@ class MixerOn:
         self.op = op
         self.dropped = False
 
+    @property
+    def layer(self) -> int:
+        """The layer's number."""
+        return self.op // step.N_OPS
+
     def new_state(self) -> LayerState:
         """A sequence's state before its first position."""
         return self.device.new_state(self.mixer)
@@ -139,8 +159,8 @@ class MixerOn:
         program = self.program
         on_device = [(part, part.held.by.get(self)) for part in program.parts]
         if any(state is None for _, state in on_device):
-            # the CPU works on the whole batch; what it makes of the others' rows is written over, and of their states
-            # in its own memory, which are not used
+            # the CPU works on the whole batch; it has no states of the others, and what it makes of their rows is
+            # written over
             runner.run(self.op, self.op + 3)
         for part, state in on_device:
             if state is None:
@@ -156,67 +176,13 @@ class MixerOn:
                 raise StatesLost(self, error) from None
 
 
-class ExpertsOn:
-    """The MoE of one layer with experts, or the shared expert, on devices.
-
-    Devices start first, the CPU computes what they do not hold, then their answers are taken.  All
-    contributions are unweighted vectors; COMBINE adds them in rank order whoever made them.
-    """
-
-    __slots__ = ("program", "layer", "op", "shared_device", "shared_handle")
-
-    def __init__(self, program: Program, layer: int, shared: tuple[Device, Any] | None) -> None:
-        self.program = program
-        self.layer = layer
-        self.op = layer * step.N_OPS + _OP["MOE"]
-        self.shared_device, self.shared_handle = shared or (None, None)
-
-    def run(self, runner: step.Runner) -> None:
-        program, tier, views = self.program, self.program.tier, self.program.views
-        groups: Sequence[Any] = ()
-        if tier is not None:
-            if program.decoding:
-                tier.note(self.layer, views.top_idx)
-            groups = tier.issue(self.layer, views.top_idx, views.xn, views.external)
-        ticket = self._shared(lambda: self.shared_device.begin_ffn(self.shared_handle, views.xn))
-        runner.shared_external = ticket is not None
-        runner.run(self.op, self.op + 1)
-        shared = None if ticket is None else self._shared(lambda: self.shared_device.take(ticket))
-        again = ticket is not None and shared is None
-        answers = []
-        for group in groups:
-            y = tier.take(group)
-            if y is None:
-                views.external[group.rows, group.ranks] = 0
-                again = True
-            else:
-                answers.append((group, y))
-        if again:  # slots are numbered anew, so the CPU's part is done again with the failed ones in it
-            runner.shared_external = shared is not None
-            runner.run(self.op, self.op + 1)
-        runner.shared_external = False  # the next layer's shared expert may be the CPU's, inside a longer run
-        for group, y in answers:
-            views.expert_y[views.slot_of[group.rows, group.ranks]] = y
-        if shared is not None:
-            views.shared_y[:] = shared
-
-    def _shared(self, ask: Any) -> Any:
-        """What the shared expert's device answers; None without one, and from its first failure on."""
-        if self.shared_handle is None:
-            return None
-        try:
-            return ask()
-        except DeviceError as error:
-            self.shared_handle = None
-            self.program.failed(self.shared_device, f"shexp of layer {self.layer}", error)
-            return None
-
-
 class Program:
-    """The steps of all layers.  ``decoding`` says whether the batch counts for the heat (prefill does not).
+    """The steps of all layers.
 
+    decoding : of the batch, for the heat; False in a prompt, None where rows are computed again: no heat.
     residents : {(component, layer): (device, handle)}, where attnproj's handle is the pair (in, out).
-    mixers : {layer: (device, mixer)}: layers that a device takes whole.
+    mixers : {layer: (device, mixer)}: layers between whose projections nobody else is needed.
+    spans : runs of such layers that their device takes whole, by the first.
     fallen : parts that fell back to the CPU, as (component or experts, device, reason).
     epoch : another object whenever states of sequences no longer fit.
     """
@@ -227,10 +193,11 @@ class Program:
         residents: dict[tuple[str, int], tuple[Device, Any]] | None = None,
         tier: Tier | None = None,
         mixers: dict[int, tuple[LayerDevice, Any]] | None = None,
+        spans: Sequence[PlacedSpan] = (),
     ) -> None:
         self.config = config
         self.tier = tier
-        self.decoding = False
+        self.decoding: bool | None = None
         self.lost: set[int] = set()
         self.fallen: list[tuple[str, str, str]] = []
         self.mixers: list[MixerOn] = []
@@ -238,16 +205,45 @@ class Program:
         self._residents = residents or {}
         self._mixers = mixers or {}
         self.head: MatmulOn | None = None
-        self.views: Views  # these four: of the batch that was begun
+        self.views: Views | None = None  # these and what follows: of the batch that was begun
         self.parts: list[Part] = []
+        self.n_rows = 0
         self.cos: np.ndarray
         self.sin: np.ndarray
-        self.steps = self._build()
+        self.logit_rows: Sequence[int] = ()  # whose logits will be asked for ...
+        self.logits: np.ndarray  # ... and where a span may leave them at once
+        self.has_logits = False
+        self.finite = True  # those logits are
+        self.soon: Callable[[], None] | None = None  # to be called a little before a batch with logits ends
+        self.spans: list[SpanOn] = []
+        self.steps = self._build(spans)
         self._on_devices = any(not isinstance(one, CpuRun) for one in self.steps)
 
-    def _build(self) -> list[Any]:
-        config, steps = self.config, []
-        start = 0  # first operation that the CPU has not been given yet
+    @property
+    def max_rows(self) -> int | None:
+        """Rows of a batch that all spans take; None without spans."""
+        return min((span.max_rows for span in self.spans if not span.dropped), default=None)
+
+    def _build(self, spans: Sequence[PlacedSpan]) -> list[Any]:
+        config, steps, at = self.config, [], 0
+        for placed in spans:
+            steps += self._layers(at, placed.first)
+            n_before = len(self.mixers)
+            alone = self._layers(placed.first, placed.last)
+            self.spans.append(SpanOn(self, placed, self.mixers[n_before:], alone))
+            steps.append(self.spans[-1])
+            at = placed.last
+        steps += self._layers(at, config.num_hidden_layers)
+        head = self._residents.get(("lmhead", 0))
+        if head:
+            op = config.num_hidden_layers * step.N_OPS + 1
+            self.head = MatmulOn(self, *head, "lmhead", "head_x", "logits", config.hidden_size, config.vocab_size, op)
+        return steps
+
+    def _layers(self, first: int, last: int) -> list[Any]:
+        """The steps of layers [first, last), one by one."""
+        steps: list[Any] = []
+        start = first * step.N_OPS  # first operation that the CPU has not been given yet
 
         def cut(op: int, by: Any, n_ops: int = 1) -> None:
             nonlocal start
@@ -256,7 +252,7 @@ class Program:
             steps.append(by)
             start = op + n_ops
 
-        for layer in range(config.num_hidden_layers):
+        for layer in range(first, last):
             base = layer * step.N_OPS
             if layer in self._mixers:
                 mixer = self._mixer_on(layer)
@@ -268,14 +264,8 @@ class Program:
             shared = self._residents.get(("shexp", layer))
             if shared or (self.tier is not None and self.tier.holds(layer)):
                 cut(base + _OP["MOE"], ExpertsOn(self, layer, shared))
-        end = config.num_hidden_layers * step.N_OPS
-        if end > start:
-            steps.append(CpuRun(start, end))
-        head = self._residents.get(("lmhead", 0))
-        if head:
-            self.head = MatmulOn(
-                self, *head, "lmhead", "head_x", "logits", config.hidden_size, config.vocab_size, end + 1
-            )
+        if last * step.N_OPS > start:
+            steps.append(CpuRun(start, last * step.N_OPS))
         return steps
 
     def _mixer_on(self, layer: int) -> MixerOn:
@@ -304,11 +294,27 @@ class Program:
             made.append(MatmulOn(self, *out, what, "o", "y", width, config.hidden_size, base + _OP["MIX_OUT"]))
         return made
 
-    def begin(self, runner: step.Runner, parts: list[Part], cos: np.ndarray, sin: np.ndarray) -> None:
-        """The runner has begun this batch.  cos, sin : float32 (positions, rotary_half), from position 0 on."""
+    def begin(
+        self,
+        runner: step.Runner,
+        parts: list[Part],
+        cos: np.ndarray,
+        sin: np.ndarray,
+        logit_rows: Sequence[int] = (),
+        logits: np.ndarray | None = None,
+    ) -> None:
+        """The runner has begun this batch.  cos, sin : float32 (positions, rotary_half), from position 0 on.
+
+        logit_rows : rows whose logits will be wanted.   logits : float32 (>= len(logit_rows), >= vocabulary); where
+        ``has_logits`` is set behind `run`, they stand there.
+        """
+        self.has_logits = False
         if self._on_devices:
-            self.views = Views(runner, self.config.hidden_size)
             self.parts, self.cos, self.sin = parts, cos, sin
+            self.n_rows = parts[-1].first_row + parts[-1].n_rows
+            self.logit_rows, self.logits = logit_rows, logits
+            if self.views is None or not self.views.fit(runner, self.n_rows):
+                self.views = Views(runner, self.config.hidden_size)
 
     def run(self, runner: step.Runner) -> None:
         """All layers of the batch that the runner and the program have begun.
@@ -347,7 +353,8 @@ class Program:
         self.fallen.append((what, device.name, str(error)))
 
     def give_up(self, lost: StatesLost) -> str:
-        """A device failed in a layer that it takes whole: that layer, or all of a lost device, is the CPU's.
+        """A device failed in a layer that it takes whole: that layer, or all of a lost device, is the CPU's.  A span
+        that failed is not: its layers go on there one by one.
 
         Returns what happened, for the line that is written when the states have been computed again.
         """
@@ -356,10 +363,13 @@ class Program:
         for mixer in [m for m in self.mixers if m is failed or (gone and m.device is failed.device)]:
             mixer.dropped = True
             self.mixers.remove(mixer)
+        for span in self.spans:
+            span.dropped |= span is failed or (gone and span.device is failed.device)
         self.epoch = object()
         self.fallen.append((failed.what, failed.device.name, str(error)))
         if not gone:
-            return f"{failed.what} on {failed.device.name} failed ({error}): computed on the CPU"
+            how = "computed layer by layer" if failed in self.spans else "computed on the CPU"
+            return f"{failed.what} on {failed.device.name} failed ({error}): {how}"
         self._first_loss(failed.device, error)
         return f"{failed.device.name} is lost ({error}): everything on it goes to the CPU"
 

@@ -61,7 +61,7 @@ class Session:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the recurrent state and of the K/V allocated so far."""
+        """Bytes of the recurrent state and of the K/V so far, wherever they are."""
         return self._sequence.recurrent_bytes + self._sequence.kv_bytes
 
     @property
@@ -194,6 +194,11 @@ class Engine:
             )
         return np.ascontiguousarray(array, dtype=np.int32)
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of one pass over the weights."""
+        return min(PREFILL_CHUNK, self.program.max_rows or PREFILL_CHUNK)
+
     def feed(self, session: Session, ids: Ids[int], *, every: bool) -> np.ndarray:
         """Take ids into a session; logits behind the last (1, V), or behind every one (T, V)."""
         session.check_open()
@@ -201,15 +206,21 @@ class Engine:
         return self._thread.call(self._feed, session, checked, every)
 
     def _feed(self, job: Job, session: Session, ids: np.ndarray, every: bool) -> np.ndarray:
-        n = len(ids)
+        n, chunk_rows = len(ids), self.chunk_rows
         out = np.empty((n if every else 1, self.vocab_size), np.float32)
-        for at in range(0, n, PREFILL_CHUNK):
-            if job.cancelled:
-                raise Cancelled
-            chunk = ids[at : at + PREFILL_CHUNK]
-            last = at + len(chunk) == n
-            rows = range(len(chunk)) if every else (len(chunk) - 1,) if last else ()
-            self.forward([(session, chunk)], rows, out[at:] if every else out)
+        self.program.soon = job.soon
+        try:
+            for at in range(0, n, chunk_rows):
+                if job.cancelled:
+                    raise Cancelled
+                chunk = ids[at : at + chunk_rows]
+                last = at + len(chunk) == n
+                rows = range(len(chunk)) if every else (len(chunk) - 1,) if last else ()
+                self.forward([(session, chunk)], rows, out[at:] if every else out)
+        finally:
+            self.program.soon = None  # which holds the job, and so the session
+        if n > 1 and not every and self.program.tier is not None:
+            self.program.tier.after_prompt()
         return out
 
     def forward(self, parts: list[tuple[Session, np.ndarray]], rows: Ids[int], out: np.ndarray) -> None:
@@ -220,16 +231,20 @@ class Engine:
         Sessions move on only when the whole step succeeded.  After any other end their states are computed again, from
         their ids, when they are next used.
         """
+        start = time.perf_counter()
         try:
-            self._layers(parts)
+            is_plain = self._layers(parts, rows, out)
+            if self.program.has_logits:
+                if not self.program.finite:
+                    self._refuse_logits(parts)
+                rows = ()
             exact = out.shape[1] == self._padded_vocab and out.flags.c_contiguous
             at_once = len(rows) if exact else LOGITS_CHUNK  # straight into `out`, or through a buffer of bounded size
             for at in range(0, len(rows), max(at_once, 1)):
                 some = rows[at : at + at_once]
                 target = out[at : at + len(some)] if exact else np.empty((len(some), self._padded_vocab), np.float32)
                 if not self.program.run_head(self._runner, some, target):
-                    place = max(s.position for s, _ in parts)
-                    raise ModelError(f"the logits at position {place} are NaN or infinite: the weights are damaged")
+                    self._refuse_logits(parts)
                 if not exact:
                     out[at : at + len(some)] = target[:, : self.vocab_size]
         except BaseException:
@@ -239,9 +254,19 @@ class Engine:
         self._runner.finish()
         for session, part_ids in parts:
             session.ids.extend(part_ids.tolist())
+        if self.program.tier is not None and is_plain:
+            self.program.tier.stepped(time.perf_counter() - start)
 
-    def _layers(self, parts: list[tuple[Session, np.ndarray]]) -> None:
-        """All layers of a batch.  States that a device has lost are computed again first, or in between."""
+    @staticmethod
+    def _refuse_logits(parts: list[tuple[Session, np.ndarray]]) -> None:
+        place = max(s.position for s, _ in parts)
+        raise ModelError(f"the logits at position {place} are NaN or infinite: the weights are damaged")
+
+    def _layers(self, parts: list[tuple[Session, np.ndarray]], rows: Ids[int], out: np.ndarray) -> bool:
+        """All layers of a batch, and its logits (``rows``, ``out``) where the program makes them at once.
+
+        States that a device has lost are computed again first, or in between; False then: it took longer than a step.
+        """
         keeper, losses, replayed, start = self._keeper, [], 0, time.monotonic()
         keeper.begin([session._held for session, _ in parts])
         while True:
@@ -250,7 +275,7 @@ class Engine:
                     while not self._is_ready(session, len(ids)):
                         replayed += session.position
                         self._replay(session)
-                self._pass(parts, decoding=all(len(ids) == 1 for _, ids in parts))
+                self._pass(parts, rows, out, decoding=all(len(ids) == 1 for _, ids in parts))
                 break
             except StatesLost as lost:
                 losses.append(self.program.give_up(lost))
@@ -260,6 +285,7 @@ class Engine:
             again = f"the state of {replayed:,} tokens was computed again in {time.monotonic() - start:.1f} s"
             level = logging.WARNING if losses else logging.INFO
             logger("place").log(level, "%s", "; ".join([*dict.fromkeys(losses), again]))
+        return not losses and not replayed
 
     def _is_ready(self, session: Session, n: int) -> bool:
         """Whether a session's states are where the program wants them, with room for n positions more."""
@@ -267,22 +293,36 @@ class Engine:
         if not self._keeper.fits(held, self.program, session.position):
             return False
         self._keeper.ready(held, self.program, session.position, n)
+        if session.position == 0:
+            session._sequence.leave(held.layers)
         return not held.stale
 
     def _replay(self, session: Session) -> None:
-        """Compute a session's state again, from its ids.  Raises StatesLost."""
+        """Compute a session's state again, from its ids.  Raises StatesLost, and Cancelled between two chunks."""
         keeper, ids = self._keeper, np.array(session.ids, np.int32)
         keeper.reset(session._held)
         session._sequence = step.Sequence(self._net, self.context)
-        for at in range(0, len(ids), PREFILL_CHUNK):
-            chunk = ids[at : at + PREFILL_CHUNK]
+        chunk_rows = self.chunk_rows
+        for at in range(0, len(ids), chunk_rows):
+            if self._thread.job.cancelled:
+                raise Cancelled
+            chunk = ids[at : at + chunk_rows]
             keeper.ready(session._held, self.program, at, len(chunk))
             if session._held.stale:  # no room after all: from the beginning, with less on the device
                 return
-            self._pass([(session, chunk)], decoding=False)
+            if at == 0:
+                session._sequence.leave(session._held.layers)
+            self._pass([(session, chunk)], decoding=None)
             self._runner.finish()
 
-    def _pass(self, parts: list[tuple[Session, np.ndarray]], *, decoding: bool) -> None:
+    def _pass(
+        self,
+        parts: list[tuple[Session, np.ndarray]],
+        rows: Ids[int] = (),
+        out: np.ndarray | None = None,
+        *,
+        decoding: bool | None,
+    ) -> None:
         """All layers of a batch whose states are ready; the sequences stay where they are."""
         runner, program, rope = self._runner, self.program, self._rope
         ids = parts[0][1] if len(parts) == 1 else np.concatenate([p[1] for p in parts])
@@ -292,7 +332,7 @@ class Engine:
         for session, part_ids in parts:
             placed.append(Part(row, len(part_ids), session._sequence.position, session._held))
             row += len(part_ids)
-        program.begin(runner, placed, rope.cos, rope.sin)
+        program.begin(runner, placed, rope.cos, rope.sin, rows, out)
         program.decoding = decoding
         program.run(runner)
 

@@ -21,12 +21,13 @@ from coli.log import logger
 
 if TYPE_CHECKING:
     from coli.engine.program import MixerOn, Program
+    from coli.engine.span import SpanOn
 
 
 class StatesLost(Exception):
     """A device failed in a layer that it takes whole: states of the batch are gone.  Never leaves the engine."""
 
-    def __init__(self, step: MixerOn, error: DeviceError) -> None:
+    def __init__(self, step: MixerOn | SpanOn, error: DeviceError) -> None:
         super().__init__(str(error))
         self.step = step
         self.error = error
@@ -39,13 +40,30 @@ class Held:
     stale : the sequence's state must be computed again from its ids before it can go on.
     """
 
-    __slots__ = ("by", "stale", "epoch", "used", "__weakref__")
+    __slots__ = ("by", "stale", "epoch", "used", "_rows", "__weakref__")
 
     def __init__(self) -> None:
         self.by: dict[MixerOn, LayerState | None] = {}
+        self._rows: dict[SpanOn, list[LayerState] | None] = {}
         self.stale = False
         self.epoch: object = None  # of the program that was last found to fit
         self.used = 0
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers whose state a device has."""
+        return [mixer.layer for mixer, state in list(self.by.items()) if state is not None]
+
+    def row_of(self, span: SpanOn) -> list[LayerState] | None:
+        """The states of a span's layers in order; None where one is not there.  Looked up once for many tokens."""
+        if span not in self._rows:
+            states = [self.by.get(mixer) for mixer in span.mixers]
+            self._rows[span] = None if None in states else states
+        return self._rows[span]
+
+    def changed(self) -> None:
+        """States came or went."""
+        self._rows.clear()
 
 
 class StateKeeper:
@@ -97,6 +115,7 @@ class StateKeeper:
             for mixer in program.mixers:
                 if mixer not in held.by:
                     held.by[mixer] = self._with_room(mixer, mixer.new_state)
+                    held.changed()
                     self._holders.add(held)
         first, last = position // step.KV_BLOCK, (position + n - 1) // step.KV_BLOCK
         if position > 0 and position % step.KV_BLOCK and first == last:
@@ -117,6 +136,7 @@ class StateKeeper:
             if state is not None and mixer.device is full.device and mixer.is_attention == full.is_attention:
                 _close(state)
                 held.by[mixer] = None
+        held.changed()
 
     def reset(self, held: Held) -> None:
         """Back to the empty state.  What the CPU has taken over for want of memory stays there."""
@@ -125,6 +145,7 @@ class StateKeeper:
                 del held.by[mixer]
                 if state is not None:
                     _close(state)
+        held.changed()
         held.stale, held.epoch = False, None
 
     def copy(self, held: Held) -> Held:

@@ -363,7 +363,8 @@ class Scheduler:
         first = self._prefills[0]
         if first.job.scorer is not None:
             return [(first, min(len(first.session.ids) + SCORE_ROWS, len(first.ids)))]
-        left = self._pace.rows(_BESIDE_S if self._running else _ALONE_S)
+        # more rows than a card takes at once would go through it layer by layer
+        left = min(self._pace.rows(_BESIDE_S if self._running else _ALONE_S), self._engine.chunk_rows)
         pieces = []
         for prefill in self._prefills:
             if prefill.job.scorer is not None or left <= 0 or (prefill.alone and pieces):

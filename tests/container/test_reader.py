@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -88,7 +90,11 @@ def test_views_are_the_mapped_bytes(make_container):
         stored = np.frombuffer(data[a_log.offset : a_log.offset + a_log.n_bytes], np.float32)
         assert np.array_equal(container.float32("layers.0.linear_attn.A_log"), stored)
         assert container.embed.block_bytes == 128 and container.embed.data.size == 256 * 128
+        before = container.slabs("layers.0.mlp.experts").data.tobytes()
+        for name in ("layers.0.mlp.experts", "none of this model's"):
+            container.will_not_need(name)
         container.will_need("layers.0.mlp.experts")
+        assert before == container.slabs("layers.0.mlp.experts").data.tobytes()
 
 
 def test_tied_head_of_a_16_bit_container_is_its_embedding(make_container):
@@ -174,7 +180,8 @@ def damage(folder: Path, what: str) -> None:
         config["text_config"]["num_experts"] = 9
         text = json.dumps(config)
         (folder / "config.json").write_text(text)
-        edit_manifest(folder, lambda m: m["files"]["config.json"].update(bytes=len(text)))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        edit_manifest(folder, lambda m: m["files"]["config.json"].update(bytes=len(text), sha256=digest))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +218,42 @@ def test_damaged_container_is_refused_in_one_line(copy, what, expected):
     with pytest.raises(ModelError, match=expected) as caught:
         Container.open(folder)
     assert "\n" not in str(caught.value)
+
+
+def flip(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert data.count(old) >= 1
+    path.write_bytes(data.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"), [("config.json", b"1e-06", b"1e-05"), ("tokenizer.json", b'"a"', b'"A"')]
+)
+def test_byte_that_arithmetic_or_ids_hang_on_is_missed_at_load(copy, file, old, new):
+    """Another epsilon or another token's text would give other answers, silently: the checksum says so first."""
+    folder = copy("tiny-textonly")
+    flip(folder / file, old, new)
+    with pytest.raises(ModelError, match=f"{file}: damaged or edited: its sha256 is not the one in coli.json"):
+        Container.open(folder)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer_config.json"])
+def test_file_that_people_adjust_is_used_and_said(copy, caplog, monkeypatch, file):
+    """Edited in place, longer or of the same length: one warning with the file's name, and the model opens."""
+    monkeypatch.setattr(logging.getLogger("coli"), "handlers", [])  # whatever an earlier test set up
+    monkeypatch.setattr(logging.getLogger("coli"), "propagate", True)
+    folder = copy("tiny-textonly")
+    with caplog.at_level("WARNING"), Container.open(folder):
+        assert caplog.messages == []
+    data = (folder / file).read_bytes()
+    for edited in (data + b" ", b" ".join([data[:1], data[2:]])):
+        (folder / file).write_bytes(edited)
+        caplog.clear()
+        with caplog.at_level("WARNING"), Container.open(folder):
+            assert caplog.messages == [f"{folder / file}: not the file that was converted; it is used as it is"]
+    (folder / file).unlink()
+    with pytest.raises(ModelError, match=f"{file}: missing"):
+        Container.open(folder)
 
 
 def test_schema_names_every_component_and_no_name_twice():

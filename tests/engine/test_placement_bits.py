@@ -8,6 +8,7 @@ axis; ``-m full`` runs the whole matrix.
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ LISTS = [
     "dnproj=0:2,dnout=0:1,experts=cpu",
     "attnproj=0:4,experts=0",
     "shexp=0:1,experts=all",
+    "shexp=0:2,experts=cpu",
     "lmhead=0,shexp=0,experts=0",
 ]
 LISTS_OF_TWO = [
@@ -41,6 +43,12 @@ LISTS_OF_TWO = [
 ]
 MODELS = ["demo", "tiny-random", "tiny-textonly"]
 CONTEXT = 256  # keys and values of a long one would not leave the small cards here room for whole layers
+
+
+class ByLayer(FakeDevice):
+    """A device that takes layers, but no runs of them."""
+
+    span_bytes = None
 
 
 class Answer:
@@ -98,9 +106,16 @@ def test_bits_one_device(cases, place):
 
 @pytest.mark.parametrize("name", MODELS[1:])
 @pytest.mark.parametrize("place", ["auto", LISTS[7], LISTS[9]])
-def test_bits_fixtures(cases, name, place):
-    """The same on the two fixtures, whose shapes are ragged."""
-    check(cases(name), [FakeDevice(8 * MiB)], f"{name} {place}", place=place)
+@pytest.mark.parametrize("kind", [FakeDevice, ByLayer])
+def test_bits_fixtures(cases, name, place, kind):
+    """The same on the two fixtures, whose shapes are ragged; layers in runs and one by one."""
+    check(cases(name), [kind(8 * MiB)], f"{name} {place}", place=place)
+
+
+@pytest.mark.parametrize("place", ["auto", LISTS[7], "attnproj=0,dnproj=0,dnout=0,experts=0"])
+def test_bits_layers_one_by_one(cases, place):
+    """A device that takes layers but no runs of them, on the demo model."""
+    check(cases("demo"), [ByLayer(64 * MiB)], place, place=place)
 
 
 @pytest.mark.parametrize("place", ["auto", *LISTS_OF_TWO])
@@ -135,8 +150,7 @@ def test_bits_cold_and_warm(cases, tmp_path):
 
 def _evict_always(model: coli.Model) -> None:
     tier = model.placed.tier
-    tier._promotion = Promotion(every_tokens=1, max_swaps=1, ratio=0.0, margin=-1.0)
-    tier._next_look = 0
+    tier.exchange.policy = Promotion(every_tokens=1, max_swaps=1, ratio=0.0, margin=-1.0, max_slowdown=math.inf)
     between = tier.between_tokens
 
     def settled() -> None:
@@ -160,47 +174,50 @@ def test_bits_eviction_at_every_token(cases, devices):
 CARD_BYTES = 16 * MiB  # whole layers, and everything of the small models
 
 
-def _calls(case, operation: str, place: str) -> int:
-    card = FakeDevice(CARD_BYTES)
+ASKS = LISTS[7]  # runs of layers that have no expert, and ask for every one
+# what may fail, on which kind of device, and the placement under which it happens
+OPERATIONS = [
+    *((operation, FakeDevice, "auto") for operation in ("alloc", "upload", "span", "ask", "finish", "die")),
+    *((operation, FakeDevice, ASKS) for operation in ("answer", "die")),
+    *((operation, ByLayer, "auto") for operation in ("matmul", "issue", "take", "mix", "die")),
+]
+
+
+def _failures(case, operation: str, kind: type[FakeDevice], place: str, sample: int | None) -> None:
+    """The same answer whichever call of an operation fails."""
+    card = kind(CARD_BYTES)
     check(case, [card], "counting", place=place)
-    return len(card.calls) if operation == "die" else sum(call[0] == operation for call in card.calls)
-
-
-def _fail_cases(case, operation: str, place: str, sample: int | None):
-    n = _calls(case, operation, place)
+    n = len(card.calls) if operation == "die" else sum(call[0] == operation for call in card.calls)
     assert n > 0, f"{operation} never happens"
     every = range(1, n + 1)
-    return every if sample is None else sorted({1, 2, n, *np.random.default_rng(3).integers(1, n + 1, sample)})
+    chosen = every if sample is None else sorted({1, 2, n, *np.random.default_rng(3).integers(1, n + 1, sample)})
+    for i in chosen:
+        failing = kind(CARD_BYTES, fail=[(operation, int(i))])
+        check(case, [failing], f"{kind.__name__} {operation} {i}", place=place)
 
 
-OPERATIONS = ["alloc", "upload", "matmul", "issue", "take", "mix", "die"]
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_bits_nth_failure_sampled(cases, operation):
-    """C06: whichever allocation, upload, product or group fails, or the device dies: same logits and no error."""
-    case = cases("tiny-random")
-    for n in _fail_cases(case, operation, "auto", 2):
-        check(case, [FakeDevice(CARD_BYTES, fail=[(operation, int(n))])], f"{operation} {n}")
+@pytest.mark.parametrize(("operation", "kind", "place"), OPERATIONS)
+def test_bits_nth_failure_sampled(cases, operation, kind, place):
+    """C06: whichever allocation, upload, product, group or run fails, or the device dies: same logits and no error."""
+    _failures(cases("tiny-random"), operation, kind, place, 1)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "kind", "place"), OPERATIONS)
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_every_nth_failure(cases, name, operation):
+def test_bits_every_nth_failure(cases, name, operation, kind, place):
     """Every single one of them, on every model."""
-    case = cases(name)
-    for n in _fail_cases(case, operation, "auto", None if name != "demo" else 60):
-        check(case, [FakeDevice(CARD_BYTES, fail=[(operation, int(n))])], f"{name} {operation} {n}")
+    _failures(cases(name), operation, kind, place, None if name != "demo" else 60)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("place", ["auto", "off", *LISTS])
 @pytest.mark.parametrize("free_bytes", [100_000, 700_000, 3 * MiB, 40 * MiB])
-def test_bits_matrix(cases, name, place, free_bytes):
+@pytest.mark.parametrize("kind", [FakeDevice, ByLayer])
+def test_bits_matrix(cases, name, place, free_bytes, kind):
     """Models x lists x budgets; a list that does not fit is refused before anything is uploaded."""
-    card = FakeDevice(free_bytes)
+    card = kind(free_bytes)
     try:
         check(cases(name), [card], f"{name} {place} {free_bytes}", place=place)
     except PlacementError:

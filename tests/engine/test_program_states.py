@@ -1,7 +1,8 @@
 """Layers that a device takes whole: where their states go, and that nobody can tell from the logits.
 
 The answers of the CPU alone are the reference everywhere; the device is a fake one, which stops a test at any step that
-is left out, done twice or done with another sequence's state.
+is left out, done twice or done with another sequence's state.  Where it makes no difference whether the device takes
+layers one by one or in runs, both are tried.
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ from conftest import assert_same_bits
 MiB = 1 << 20
 CONTEXT = 512
 IDS = np.random.default_rng(4).integers(0, 256, 400)
+
+
+class ByLayer(FakeDevice):
+    """A device that takes layers, but no runs of them."""
+
+    span_bytes = None
+
+
+@pytest.fixture(params=[ByLayer, FakeDevice])
+def card(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +69,7 @@ def said(caplog) -> list[str]:
 
 def test_layer_with_all_its_matrices_on_a_device_is_one_step(load, cpu):
     """No projection and no core of such a layer is the CPU's; keys that cross a block's border come out right."""
-    device = FakeDevice(64 * MiB)
+    device = ByLayer(64 * MiB)
     model = load(device)
     steps = [type(one).__name__ for one in model.engine.program.steps]
     assert steps.count("MixerOn") == model.config.num_hidden_layers and "MatmulOn" not in steps
@@ -71,14 +83,14 @@ def test_layer_with_all_its_matrices_on_a_device_is_one_step(load, cpu):
 
 def test_layer_with_one_matrix_on_a_device_is_not_taken_whole(path):
     """dnproj without dnout is a product, as before."""
-    with coli.load(path, devices=[FakeDevice(64 * MiB)], place="dnproj=0,attnproj=0", context=CONTEXT) as model:
+    with coli.load(path, devices=[ByLayer(64 * MiB)], place="dnproj=0,attnproj=0", context=CONTEXT) as model:
         kinds = {mixer.is_attention for mixer in model.engine.program.mixers}
         assert kinds == {True}
 
 
-def test_batch_of_sessions_gives_each_the_bits_it_has_alone(load, cpu):
+def test_batch_of_sessions_gives_each_the_bits_it_has_alone(load, cpu, card):
     """Rows of several sequences, prefilling and decoding, each with states of its own."""
-    model, lengths = load(FakeDevice(64 * MiB)), (3, 65, 1, 20)
+    model, lengths = load(card(64 * MiB)), (3, 65, 1, 20)
     sessions, expected = [], []
     for i, n in enumerate(lengths):
         extra = IDS[i : i + 1 + n % 3].astype(np.int32)
@@ -94,9 +106,9 @@ def test_batch_of_sessions_gives_each_the_bits_it_has_alone(load, cpu):
         assert_same_bits(out[i], logits, f"sequence {i}")
 
 
-def test_states_of_a_session_are_freed_with_it(load):
+def test_states_of_a_session_are_freed_with_it(load, card):
     """Closed, or dropped by everybody: the next step finds the memory free."""
-    device = FakeDevice(64 * MiB)
+    device = card(64 * MiB)
     model = load(device)
     kept, closed, dropped = (model.session() for _ in range(3))
     for session in (kept, closed, dropped):
@@ -114,7 +126,7 @@ def test_states_of_a_session_are_freed_with_it(load):
 @pytest.mark.parametrize("n", [1, 7, 30, 41])
 def test_failed_layer_is_computed_again_and_said_in_one_line(load, cpu, caplog, kind, n):
     """Whichever call fails, the states are computed again from the ids; one line says what and how long."""
-    device = FakeDevice(64 * MiB, fail=[("mix", n)] if kind == "launch" else [])
+    device = ByLayer(64 * MiB, fail=[("mix", n)] if kind == "launch" else [])
     if kind == "lost":
         mix, calls = device.mix, []
 
@@ -141,9 +153,9 @@ def test_failed_layer_is_computed_again_and_said_in_one_line(load, cpu, caplog, 
         assert len(model.engine.program.mixers) == (0 if kind == "lost" else n_layers - 1)
 
 
-def test_idle_session_of_a_lost_device_goes_on(load, cpu):
+def test_idle_session_of_a_lost_device_goes_on(load, cpu, card):
     """A session that was not in the step which lost its card finds out at its next step."""
-    device = FakeDevice(64 * MiB)
+    device = card(64 * MiB)
     model = load(device)
     idle, busy = model.session(), model.session()
     reference = cpu.session()
@@ -155,9 +167,9 @@ def test_idle_session_of_a_lost_device_goes_on(load, cpu):
     assert_same_bits(idle.step(7), reference.step(7), "idle")
 
 
-def test_memory_for_one_session_is_handed_on(load, cpu, caplog):
+def test_memory_for_one_session_is_handed_on(load, cpu, caplog, card):
     """Where a card has states for one sequence only, the one that was used last has them; all answer alike."""
-    device = FakeDevice(64 * MiB)
+    device = card(64 * MiB)
     model = load(device)
     first = model.session()
     first.prefill(IDS[:10])
@@ -175,9 +187,9 @@ def test_memory_for_one_session_is_handed_on(load, cpu, caplog):
     assert_same_bits(sessions[2].copy().step(3), expected[2].copy().step(3), "a copy without memory for it")
 
 
-def test_sessions_of_one_batch_without_memory_for_both(load, cpu, caplog):
+def test_sessions_of_one_batch_without_memory_for_both(load, cpu, caplog, card):
     """Neither can give up its states under the other: the second one's layers are the CPU's, said once."""
-    device = FakeDevice(64 * MiB)
+    device = card(64 * MiB)
     model = load(device)
     first = model.session()
     first.prefill(IDS[:10])
@@ -194,9 +206,9 @@ def test_sessions_of_one_batch_without_memory_for_both(load, cpu, caplog):
     assert len([line for line in said(caplog) if "no memory for the state" in line]) == 1
 
 
-def test_context_that_outgrows_the_card_moves_its_attention_to_the_cpu(load, cpu, caplog):
+def test_context_that_outgrows_the_card_moves_its_attention_to_the_cpu(load, cpu, caplog, card):
     """Keys and values that no longer fit: those layers are the CPU's for this session, the others stay."""
-    device = FakeDevice(64 * MiB)
+    device = card(64 * MiB)
     model = load(device)
     session, reference = model.session(), cpu.session()
     assert_same_bits(session.prefill(IDS[:60]), reference.prefill(IDS[:60]), "before")
@@ -210,9 +222,9 @@ def test_context_that_outgrows_the_card_moves_its_attention_to_the_cpu(load, cpu
     assert len([line for line in said(caplog) if "no memory for the state" in line]) == 1
 
 
-def test_copy_that_fails_is_computed_again(load, cpu):
+def test_copy_that_fails_is_computed_again(load, cpu, card):
     """A device that cannot copy a state leaves a session that computes it again."""
-    device = FakeDevice(64 * MiB)
+    device = card(64 * MiB)
     model = load(device)
     session, reference = model.session(), cpu.session()
     session.prefill(IDS[:12])
@@ -226,7 +238,7 @@ def test_copy_that_fails_is_computed_again(load, cpu):
 
 def test_step_that_raised_leaves_a_session_that_can_go_on(load, cpu):
     """A step that ended in an error has moved states and no session: they are computed again."""
-    for model in (load(FakeDevice(64 * MiB)), cpu):
+    for model in (load(ByLayer(64 * MiB)), cpu):
         session, reference = model.session(), cpu.session()
         session.prefill(IDS[:12])
         reference.prefill(IDS[:12])
@@ -239,9 +251,9 @@ def test_step_that_raised_leaves_a_session_that_can_go_on(load, cpu):
         assert_same_bits(session.step(5), reference.step(5), "after the error")
 
 
-def test_program_that_changes_under_a_session_is_followed(load, cpu):
+def test_program_that_changes_under_a_session_is_followed(load, cpu, card):
     """A session goes on under another program: what it has elsewhere is computed again."""
-    model = load(FakeDevice(64 * MiB))
+    model = load(card(64 * MiB))
     session, reference = model.session(), cpu.session()
     session.prefill(IDS[:12])
     reference.prefill(IDS[:12])
@@ -255,7 +267,7 @@ def test_program_that_changes_under_a_session_is_followed(load, cpu):
 def test_mixer_that_cannot_be_made_leaves_products(path, cpu, caplog):
     """A device that has no memory for a layer's vectors keeps its matrices, one by one."""
 
-    class Tight(FakeDevice):
+    class Tight(ByLayer):
         def mixer(self, *arguments):
             raise DeviceError("no room for vectors", "out of memory")
 
@@ -266,9 +278,9 @@ def test_mixer_that_cannot_be_made_leaves_products(path, cpu, caplog):
     assert len([line for line in said(caplog) if "not taken whole" in line]) == 1
 
 
-def test_team_that_leaves_cpus_answers_alike(load, cpu):
+def test_team_that_leaves_cpus_answers_alike(load, cpu, card):
     """A smaller team beside a card goes on where the larger one was."""
-    model = load(FakeDevice(64 * MiB))
+    model = load(card(64 * MiB))
     session, reference = model.session(), cpu.session()
     assert_same_bits(session.prefill(IDS[:12]), reference.prefill(IDS[:12]), "two threads")
     model.engine.leave_cpus(1)

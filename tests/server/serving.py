@@ -37,6 +37,8 @@ class ServerSession(ScriptedSession):
 class ScriptedServerEngine(ScriptedEngine):
     """passes : rows of each part of every pass.   delay_s : what a row takes.   fail : may raise for a pass's ids."""
 
+    chunk_rows = 512
+
     def __init__(self, next_logits: Callable[[list[int]], Any], *, delay_s: float = 0.0, **options: Any) -> None:
         super().__init__(next_logits, **options)
         self.delay_s = delay_s
