@@ -1,11 +1,15 @@
 """Times and checks the CUDA device: the tables of docs/benchmarks.md, section "GPU".
 
-    python bench/gpu.py [kernels] [hops] [functions] [failures]
+    python bench/gpu.py [kernels] [hops] [functions] [failures] [decode] [whole]
+    python bench/gpu.py --cards 2
 
 kernels    each product in a graph over weights that do not fit the L2 cache, against the card's read bandwidth
 hops       what a call costs through the Device interface, host memory to host memory
 functions  exp, sigmoid, silu and softplus over all 2^32 bit patterns against the CPU
 failures   memory that another process took, and a kernel that traps
+decode     gpu_decode.py: off against auto with the memory of several cards
+whole      gpu_whole.py: the whole model on the card, prompts and depth
+--cards 2  gpu_cards.py: every split of a model over two cards
 
 Needs a card.  Products and expert groups are compared with the CPU's bits before they are timed; a line that differs
 says WRONG.  Consecutive products overlap as they do in a graph of the device (programmatic dependent launch).
@@ -27,8 +31,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent)]
 
+import gpu_cards  # noqa: E402
+import gpu_decode  # noqa: E402
+import gpu_whole  # noqa: E402
 from devices.cuda.support import (  # noqa: E402
     activations,
     ffn,
@@ -398,10 +405,17 @@ def bench_failures(device) -> None:
 
 def main() -> int:
     global _shared
-    parts = ("kernels", "hops", "functions", "failures")
+    parts = ("kernels", "hops", "functions", "failures", "decode", "whole")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts) + "; all by default")
-    wanted = parser.parse_args().parts or parts
+    parser.add_argument("--cards", type=int, default=1, help="2 and more: what several cards do together, only that")
+    args = parser.parse_args()
+    wanted = args.parts or parts
+    unknown = [part for part in wanted if part not in parts]
+    if unknown:
+        parser.error(f"no part {unknown[0]}; known are {', '.join(parts)}")
+    if args.cards > 1:
+        return gpu_cards.main(["--cards", str(args.cards)])
     workers = None
     if "functions" in wanted:  # the pool forks before the driver starts: a context does not survive a fork
         _shared = np.frombuffer(mmap.mmap(-1, 32 * SPAN * 4), np.uint32)
@@ -412,11 +426,17 @@ def main() -> int:
         return 2
     device = devices[0]
     print(f"{device.name}, {device.card.arch}, {len(os.sched_getaffinity(0))} CPUs, {time.strftime('%Y-%m-%d')}")
+    benches = {"kernels": bench_kernels, "hops": bench_hops, "failures": bench_failures}
     for part in parts:
-        if part in wanted:
-            {"kernels": bench_kernels, "hops": bench_hops, "failures": bench_failures}.get(
-                part, lambda device: bench_functions(workers, device)
-            )(device)
+        if part not in wanted:
+            continue
+        if part in benches:
+            benches[part](device)
+        elif part == "functions":
+            bench_functions(workers, device)
+        else:
+            device.close()  # they open cards of their own
+            (gpu_decode if part == "decode" else gpu_whole).main([])
     device.close()
     if workers is not None:
         workers.terminate()

@@ -1,0 +1,174 @@
+"""A model that lies on one card as a whole: decode at depth, prompts, loading, and the memory it takes.
+
+    python bench/gpu_whole.py [--geometry qwen36-35b] [--depth 4096] [--prompts 512,2048] [--container FOLDER]
+
+Random weights made in memory; the CPU's logits are the reference, and every logit that is shown as equal was compared
+as bits.  With --container (written by ``coli synth GEOMETRY FOLDER``) loading is timed as a user meets it: from the
+mapped files, with the page cache warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+from gpu_decode import MIB, make, row  # noqa: E402
+
+from coli import log  # noqa: E402
+from coli.convert.synthetic import geometry  # noqa: E402
+from coli.devices.cuda import probe  # noqa: E402
+from coli.engine.session import Engine, Session  # noqa: E402
+from coli.placement import ModelShape  # noqa: E402
+from coli.placing import Placed, _Placing, cpus_to_leave  # noqa: E402
+
+TRUNK = "lmhead=0,dnproj=0,dnout=0,attnproj=0,shexp=0,experts=cpu"
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal bits."""
+    return bool((a.view(np.uint32) == b.view(np.uint32)).all())
+
+
+def place(engine: Engine, container, shape: ModelShape, wanted: str) -> tuple[Placed, float]:
+    """Put the model where ``wanted`` says, on the first card with all of its memory; and the seconds it took."""
+    placing = _Placing(container, engine, shape, [probe.list_devices()[0]], wanted, "auto", None)
+    start = time.perf_counter()
+    placed = engine.on_thread(lambda: placing.run(None))
+    engine.program = placed.program
+    return placed, time.perf_counter() - start
+
+
+def prompt(engine: Engine, ids: np.ndarray, repeats: int = 3) -> tuple[Session, np.ndarray, float]:
+    """A session behind the prompt, the logits there, and the median seconds of taking it in."""
+    seconds = []
+    for _ in range(repeats):
+        session = engine.session()
+        start = time.perf_counter()
+        logits = session.prefill(ids)
+        seconds.append(time.perf_counter() - start)
+    return session, logits, statistics.median(seconds)
+
+
+def decode(session: Session, ids: list[int]) -> tuple[np.ndarray, list[float]]:
+    """Logits (T, vocabulary) and seconds of each step; a step's array is dropped, as a sampler would drop it."""
+    logits, seconds = np.zeros((len(ids), session.engine.vocab_size), np.float32), []
+    for number, token in enumerate(ids):
+        start = time.perf_counter()
+        step = session.step(token)
+        seconds.append(time.perf_counter() - start)
+        logits[number] = step
+    return logits, seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="qwen36-35b")
+    parser.add_argument("--prompts", default="512,2048", help="tokens")
+    parser.add_argument("--depth", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=64, help="of decode at each depth")
+    parser.add_argument("--container", type=Path, help="time loading from this folder, too")
+    args = parser.parse_args(argv)
+    logging.getLogger("coli").setLevel(logging.WARNING)
+    log.configure("quiet")
+    devices = probe.list_devices()
+    if not devices:
+        print(f"no card: {probe.probe_cuda()}", file=sys.stderr)
+        return 2
+    config = geometry(args.geometry)
+    shape = ModelShape.from_config(config)
+    prompts = [int(n) for n in args.prompts.split(",")]
+    container = make(args.geometry, 0.0)
+    cpus = sorted(os.sched_getaffinity(0))
+    engine = Engine(container, threads=len(cpus), cpus=cpus, context=max(args.depth, *prompts) + 256)
+    rng = np.random.default_rng(11)
+    ids = rng.integers(0, config["vocab_size"], max(args.depth, *prompts) + args.tokens)
+    print(f"\n### Whole model on a card, {args.geometry}, {devices[0].name}, {time.strftime('%Y-%m-%d')}\n")
+
+    cpu_program = engine.program
+    wanted, cpu_s = {}, {}
+    for n in prompts:
+        session, wanted[n], cpu_s[n] = prompt(engine, ids[:n], repeats=1)
+        session.close()
+    session, deep, _ = prompt(engine, ids[: args.depth], repeats=1)
+    deep_steps, _ = decode(session, ids[args.depth : args.depth + args.tokens].tolist())
+    session.close()
+    shallow = engine.session()
+    shallow_steps, shallow_s = decode(shallow, ids[: args.tokens].tolist())
+    shallow.close()
+    engine.leave_cpus(cpus_to_leave(len(cpus), 0, devices))
+
+    device = devices[0]
+    free_before = device.free_bytes()
+    placed, load_s = place(engine, container, shape, "auto")
+    used = free_before - placed.devices[0].free_bytes()
+    planned = placed.plan.placed_bytes[0] + placed.plan.slots[0] * shape.expert_bytes
+    row("what", "figure", "bits")
+    row("---", "---:", "---")
+    row("decode, CPU alone", f"{1 / statistics.median(shallow_s):.1f} tok/s", "reference")
+    session = engine.session()
+    steps, seconds = decode(session, ids[: args.tokens].tolist())
+    session.close()
+    empty = 1 / statistics.median(seconds[8:])
+    row("decode, empty context", f"{empty:.1f} tok/s", same(steps, shallow_steps))
+    session, logits, _ = prompt(engine, ids[: args.depth], repeats=1)
+    steps, seconds = decode(session, ids[args.depth : args.depth + args.tokens].tolist())
+    copied = session.copy()
+    again = same(copied.step(7), session.step(7))
+    session.close()
+    copied.close()
+    at_depth = 1 / statistics.median(seconds[8:])
+    row(f"decode at {args.depth} tokens", f"{at_depth:.1f} tok/s ({at_depth / empty:.2f})",
+        same(logits, deep) and same(steps, deep_steps) and again)  # fmt: skip
+    for n in prompts:
+        session, logits, s = prompt(engine, ids[:n])
+        row(f"prompt of {n}", f"{n / s:.0f} tok/s, first token after {s * 1e3:.0f} ms; CPU alone {n / cpu_s[n]:.0f}",
+            same(logits, wanted[n]))  # fmt: skip
+        session.close()
+    row("weights from memory to the card", f"{load_s:.1f} s", "")
+    row("card memory: planned for weights", f"{planned / MIB:,.0f} MiB", "")
+    row("card memory: taken in all", f"{used / MIB:,.0f} MiB", "")
+    engine.program = cpu_program
+    engine.on_thread(placed.close)
+
+    placed, _ = place(engine, container, shape, TRUNK)
+    n = prompts[0]
+    session, logits, s = prompt(engine, ids[:n])
+    row(f"prompt of {n}, experts on the CPU", f"{n / s:.0f} tok/s", same(logits, wanted[n]))
+    steps, seconds = decode(session, ids[n : n + 32].tolist())
+    row("decode, experts on the CPU", f"{1 / statistics.median(seconds):.1f} tok/s", "")
+    session.close()
+    engine.program = cpu_program
+    engine.on_thread(placed.close)
+    engine.close()
+    container.close()
+    if args.container:
+        time_loading(args.container)
+    return 0
+
+
+def time_loading(folder: Path) -> None:
+    """`coli.load` from files, twice: the second time the page cache is warm for certain."""
+    import coli
+
+    for what in ("first", "page cache warm"):
+        start = time.perf_counter()
+        with coli.load(folder, place="auto", devices="cuda:0") as model:
+            loaded = time.perf_counter() - start
+            session = model.session()
+            session.prefill(list(range(512)))
+            first = time.perf_counter() - start
+            session.close()
+        row(f"load from files, {what}", f"{loaded:.1f} s; with the first token of a 512-token prompt {first:.1f} s", "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
