@@ -42,13 +42,13 @@ from coli.probing.cards import measure_card  # noqa: E402
 from coli.probing.host import measure_cpu  # noqa: E402
 
 WHOLE = "lmhead={0},dnproj={0},dnout={0},attnproj={0},shexp={0}"
-HALVES = "lmhead=0,dnproj=0:15+1:15,dnout=0:15+1:15,attnproj=0:5+1:5,shexp=0:20+1:20"
+HALVES = "lmhead=0,dnproj=0:20+1:20,dnout=0:20+1:20,attnproj=0:20+1:20,shexp=0:20+1:20"
 SPLITS = {
     "experts on both, trunk on 0": WHOLE.format(0) + ",experts=all",
     "trunk on 0, experts on 1": WHOLE.format(0) + ",experts=1",
     "trunk on 1, experts on 0": WHOLE.format(1) + ",experts=0",
     "whole layers split, experts on both": HALVES + ",experts=all",
-    "by hand": "lmhead=0,dnproj=0:20+1:10,experts=0",
+    "by hand": "lmhead=0,dnproj=0:20+1:20,experts=0",
     "auto:bytes": "auto:bytes",
     "auto": "auto",
 }

@@ -42,7 +42,7 @@ BY_HAND = {
     "experts alone": ",".join(f"{name}=cpu" for name in TRUNK) + ",experts=0",
     "trunk without the head, experts": "lmhead=cpu," + ",".join(f"{name}=0" for name in TRUNK[1:]) + ",experts=0",
     "trunk without shared experts, experts": ",".join(f"{name}=0" for name in TRUNK[:-1]) + ",shexp=cpu,experts=0",
-    "half the layers, experts": "lmhead=0,dnproj=0:15,dnout=0:15,attnproj=0:5,shexp=0:20,experts=0",
+    "half the layers, experts": "lmhead=0,dnproj=0:20,dnout=0:20,attnproj=0:20,shexp=0:20,experts=0",
 }
 
 

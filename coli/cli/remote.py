@@ -30,6 +30,8 @@ def refuse_loading(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = settings.BY_NAME[name].flag
             raise RequestError(f"{flag} is about loading a model, which --url does not do; leave it out")
+    if args.reprobe:
+        raise RequestError("--reprobe is about placing a model, which --url does not do; leave it out")
 
 
 class RemoteConversation:

@@ -49,6 +49,7 @@ def test_chat_url_wrong_key_or_nobody_there_is_one_line(server, monkeypatch, cap
         ["chat"],
         ["chat", "demo", "--url", "http://x"],
         ["chat", "--url", "http://x", "--threads", "2"],
+        ["chat", "--url", "http://x", "--reprobe"],
         ["chat", "--url", "x"],
     ],
 )
