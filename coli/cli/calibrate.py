@@ -76,12 +76,18 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from coli.devices.choose import choose_devices
+    from coli.tier.heat import HALF_LIFE_TOKENS
 
     devices = choose_devices(settings.get("devices", args.devices))
     if not devices:
         raise ColiError(
             "--calibrate compares placements, and there is no card here; --devices fake:64MiB rehearses with one"
         )
+    if args.decode_tokens > HALF_LIFE_TOKENS // 2:
+        raise RequestError(
+            f"--decode-tokens is {args.decode_tokens}; --calibrate takes at most {HALF_LIFE_TOKENS // 2}: what experts were "
+            "chosen is read from counts that are halved after twice as many", "decode_tokens",
+        )  # fmt: skip
     trial = _Trial(args, devices)
     try:
         rows = trial.rows()

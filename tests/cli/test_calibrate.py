@@ -90,6 +90,7 @@ def test_calibrate_leaves_out_a_list_that_does_not_fit(capsys):
         (("--devices", "fake:1MiB"), "could not be measured"),
         (("--devices", "fake:16MiB", "--context", "16"), "do not fit the context of 16"),
         (("--devices", "fake:16MiB", "--place", "dnprj=0"), "dnprj"),
+        (("--devices", "fake:16MiB", "--decode-tokens", "600"), "at most 512"),
     ],
 )
 def test_calibrate_that_cannot_be_is_one_line(capsys, more, says):
