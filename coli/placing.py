@@ -435,11 +435,16 @@ class _Placing:
             return []
 
     def _needs(self, chosen: Plan, index: int) -> int:
-        return chosen.placed_bytes[index] + chosen.slots[index] * self.shape.expert_bytes
+        return chosen.placed_bytes[index] + self._slots(chosen, index) * self.shape.expert_bytes
+
+    @staticmethod
+    def _slots(chosen: Plan, index: int) -> int:
+        """Slots of a device's arena: what the budget allows, and none that no expert could ever come to."""
+        return min(chosen.slots[index], len(chosen.homes[index]))
 
     def _open(self, chosen: Plan, index: int) -> int | None:
         """Open a device's arena; fewer slots where memory is short after all.  None: the device is left out."""
-        device, resident_bytes, slots = self.devices[index], chosen.placed_bytes[index], chosen.slots[index]
+        device, resident_bytes, slots = self.devices[index], chosen.placed_bytes[index], self._slots(chosen, index)
         if not resident_bytes and not slots:
             return None
         wanted = slots

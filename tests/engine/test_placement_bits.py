@@ -268,3 +268,13 @@ def test_stats_and_budget_add_up(cases):
     assert stats["trunk_bytes"][card.name] == plan["placed_bytes"]
     assert plan["placed_bytes"] + plan["residents"] * 35840 <= plan["allowance_bytes"]
     assert json.dumps(stats["plan"])
+
+
+def test_device_with_room_for_more_than_all_experts_keeps_the_rest_free():
+    """An arena has no slot that no expert could ever come to: other programs use the card, too."""
+    device = FakeDevice(1024 * MiB)
+    with coli.load("demo", devices=[device], place="auto:bytes", threads=1, context=256) as model:
+        n_experts = model.config.num_hidden_layers * model.config.num_experts
+        slots = next(call[2] for call in device.calls if call[0] == "alloc" and isinstance(call[2], int))
+        assert slots == n_experts
+        assert device.free_bytes() > 900 * MiB
