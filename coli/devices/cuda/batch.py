@@ -14,7 +14,7 @@ import numpy as np
 
 from coli.container.layout import round_up
 
-PART = np.dtype([("first_row", "<i4"), ("n_rows", "<i4"), ("position", "<i8")])  # struct Part of layer.cu
+PART = np.dtype([("first_row", "<i4"), ("n_rows", "<i4"), ("position", "<i8")])  # struct Part of deltanet.cu
 CHUNK = 64  # positions of a K/V block and of one sum (docs/numerics.md, section 4)
 _ALIGN_BYTES = 16  # what the kernels' widest loads want
 

@@ -421,12 +421,6 @@ def _deltanet_bytes(mixer: Mixer, batch: Batch) -> tuple[int, ...]:
     return 8 * batch.n_rows * mixer.spec.geometry["dn_v_heads"], 4 * batch.n_rows * mixer.channels
 
 
-def core_bytes(mixer: Mixer, batch: Batch) -> int:
-    """Scratch that `core` takes of a batch, whose addresses are not looked at."""
-    sizes = _attention_bytes if mixer.spec.is_attention else _deltanet_bytes
-    return sum(round_up(max(n, 1)) for n in sizes(mixer, batch))
-
-
 def covered(chunks: int) -> int:
     """Chunks that a captured graph's grids cover: four steps to a power of two, so that a growing context needs few
     graphs, and few blocks of each have nothing to do."""

@@ -29,7 +29,6 @@ MAX_ROWS = 512
 _GRAPH_ROWS = 8  # decode batches up to this size get a graph
 _GRAPHS = 24  # graphs of a span: a longer context, another batch size or a newly seated layer makes another
 _LEAST_ROWS = 8  # fewer are not worth a span: the card is full
-_ROUTER_BYTES = 4  # of one weight, at most
 
 
 class Token:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from devices.cuda.cards import Card
-from devices.cuda.machines import MACHINES, machine
 from devices.cuda.support import (
     BLOCKS,
     activations,
@@ -25,21 +24,6 @@ from coli.devices.cuda.spanplan import _slabs
 EPS = np.float32(1e-6)
 MAIL_BYTES = 256
 ANSWERED = 16  # words
-
-
-@pytest.fixture(scope="module", params=MACHINES)
-def shared_card(request):
-    with machine(request.param):
-        card = Card()
-        yield card
-        card.clear()
-        card.context.close()
-
-
-@pytest.fixture
-def card(shared_card):
-    yield shared_card
-    shared_card.clear()
 
 
 def quantized(card: Card, x: np.ndarray) -> Acts:

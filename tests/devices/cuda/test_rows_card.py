@@ -5,28 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from devices.cuda.cards import Card
-from devices.cuda.machines import MACHINES, machine
 from devices.cuda.support import BLOCKS, activations, ffn, matrix_bytes, product, same_bits, slab_bytes
 
 from coli._core import kernels
 from coli.container.layout import matrix_layout, slab_layout
 from coli.devices.cuda import plan
 from coli.devices.cuda.context import Acts
-
-
-@pytest.fixture(scope="module", params=MACHINES)
-def shared_card(request):
-    with machine(request.param):
-        card = Card()
-        yield card
-        card.clear()
-        card.context.close()
-
-
-@pytest.fixture
-def card(shared_card):
-    yield shared_card
-    shared_card.clear()
 
 
 def put_acts(card: Card, x: np.ndarray, n_groups: int) -> Acts:
