@@ -10,6 +10,7 @@
     timeauto                       the placement that takes least: timecandidate (what is compared), timesearch (on the
                                    average layer of timelayer), timepolish (layer by layer)
     homes                          which device an expert is at home on
+    streaming                      which missing experts of a prompt a device computes in passing
     fixed, plan                    lists and off; the plan
     table, report                  the sums, the lines
 

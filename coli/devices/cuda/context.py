@@ -267,11 +267,15 @@ class Context:
 
     # ---- streams, events, copies -------------------------------------------------------------------------
 
-    def stream(self) -> Any:
-        """A new stream, independent of the default one."""
+    def stream(self, ahead: bool = False) -> Any:
+        """A new stream, independent of the default one.   ahead : its work is taken before that of other streams."""
         self.set_current()
         flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        stream = self.check(self._driver.cuStreamCreate(flags), "make a stream")
+        if ahead:
+            made = self._driver.cuStreamCreateWithPriority(flags, -1)  # 0 is the others'; lower comes first
+        else:
+            made = self._driver.cuStreamCreate(flags)
+        stream = self.check(made, "make a stream")
         self._streams.append(stream)
         return stream
 
@@ -298,6 +302,10 @@ class Context:
     def record(self, event: Any, stream: Any) -> None:
         """Mark this place of a stream."""
         self.check(self._driver.cuEventRecord(event, stream), "copy")
+
+    def hold(self, stream: Any, event: Any) -> None:
+        """What comes to a stream from here on waits for an event's place, as it was recorded last; the host does not."""
+        self.check(self._driver.cuStreamWaitEvent(stream, event, 0), "copy")
 
     def wait_event(self, event: Any) -> None:
         """Block until an event's place is passed."""

@@ -30,6 +30,7 @@ GEMM_TOKENS = 17  # from here on tiles of 64 tokens beat reading the matrix once
 GEMM_JOBS = 4  # the same for experts: jobs an expert on average
 TALL_BLOCKS = 4096  # from so many row blocks on, few warps a block and many blocks a multiprocessor read faster
 _TILE_BLOCKS, _TILE_TOKENS = 8, (16, 64)  # gemm.cu: 16-row blocks of one thread block, tokens of a tile
+JOBS_OF_TILE = _TILE_TOKENS[-1]  # of lists that the host makes
 _FEW_TOKENS = 24  # up to so many tokens an expert on average, or in all, small tiles waste less than large ones gain
 GROUPED_EXPERTS = 1024  # gemm.cu: experts of a layer that `grouped_experts` takes
 _SHARED_BYTES = 48 << 10  # what every card gives a block without being asked
@@ -177,9 +178,9 @@ def _tiles(slabs: np.ndarray) -> np.ndarray:
     starts = np.flatnonzero(np.concatenate(([True], slabs[1:] != slabs[:-1])))
     ends = np.append(starts[1:], len(slabs))
     tiles = [
-        (at, min(_TILE_TOKENS[-1], end - at))
+        (at, min(JOBS_OF_TILE, end - at))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-        for at in range(start, end, _TILE_TOKENS[-1])
+        for at in range(start, end, JOBS_OF_TILE)
     ]
     return np.array(tiles, TILE)
 
@@ -214,7 +215,7 @@ def experts(lane: Lane, slab: SlabLayout, plan: Experts, n_tokens: int) -> None:
             _few_jobs(lane, slab, jobs_at, n, n_tokens, x, work_at)
         else:
             tiles = plan.tiles[number]
-            _many_jobs(lane, slab, jobs_at, n, tiles_at, len(tiles), x, work_at)
+            many_jobs(lane, slab, jobs_at, n, tiles_at, len(tiles), x, work_at, lane.y.address)
             tiles_at += tiles.nbytes
     lane.raise_flag()
 
@@ -240,14 +241,17 @@ def gate_groups(format: str) -> int:
     return 2 if FORMATS[format].bits == 4 else 1
 
 
-def _many_jobs(
-    lane: Lane, slab: SlabLayout, jobs_at: int, n: int, tiles_at: int, n_tiles: int, x: Acts, h_at: int
+def many_jobs(
+    lane: Lane, slab: SlabLayout, jobs_at: int, n: int, tiles_at: int, n_tiles: int, x: Acts, h_at: int, y: int
 ) -> None:
-    """Tiles of jobs that share an expert."""
+    """y[out] = the experts of n jobs, in tiles of at most JOBS_OF_TILE that share an expert.
+
+    h_at : scratch, as large as `acts_at` says of n rows and the down matrix' groups.
+    lane : any holder of a context and a stream.
+    """
     h, _ = acts_at(h_at, n, slab.down.n_groups)
-    tokens = _TILE_TOKENS[-1]
-    _gate_up(lane, slab, 0, x, n, h, tokens, n_tiles, tiles_at, jobs_at)
-    _gemm(lane, slab.down, slab.down_offset, h, n, lane.y.address, tokens, n_tiles, tiles_at, jobs_at)
+    _gate_up(lane, slab, 0, x, n, h, JOBS_OF_TILE, n_tiles, tiles_at, jobs_at)
+    _gemm(lane, slab.down, slab.down_offset, h, n, y, JOBS_OF_TILE, n_tiles, tiles_at, jobs_at)
 
 
 def grouped_experts(lane: Lane, slab: SlabLayout, n_rows: int, top_k: int, n_experts: int, chosen_at: int,

@@ -1,0 +1,333 @@
+"""Experts in passing: slabs from host memory through pinned staging into a ring of scratch slots, computed there.
+
+While a span waits for its host's answer, threads of the host fill pinned buffers from the container's mapped pages
+(the narrowest place: one thread copies about 9 GB/s of the bus' 50), the card's copy engine moves them on, and its
+cores compute a wave of experts while the next one comes.  What comes of them is written where the span looks for the
+host's answer, so it never comes back.  The kernels are those of every expert group, so the bits are the CPU's.
+
+The span's own stream holds a kernel that waits for the host, and the host waits for this one.  Nothing here may
+therefore wait for that stream:
+
+- Memory, pinned and not, streams, events, kernels: all is had in `Streamer`, before the batch begins.  To allocate or
+  free, or to load a kernel at its first launch, may wait for everything that runs on the card.
+- Work of two streams may lie in one queue of the hardware, one behind the other.  These streams have a priority of
+  their own, which gives them queues of their own; `_rehearse` sees whether it is so, with a kernel that really waits
+  on the span's stream and all of the launches here beside it.  Where it is not so, there is no streaming.
+- The waiting kernel is one block of one warp, and the kernel behind it starts only when it has ended, so the cores are
+  free.
+- Should all of this fail, the waiting kernel gives up after 20 s, the run with it, and the batch is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coli.container.layout import FORMATS, SlabLayout, round_up
+from coli.devices.base import Asked, DeviceError
+from coli.devices.cuda import plan
+from coli.devices.cuda.context import Acts, Context, Pinned
+from coli.devices.cuda.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from coli.devices.cuda.workspace import Workspace
+
+_THREADS = 2  # the CPUs that a card wants beside the team (device.CudaDevice.host_cpus)
+_BUFFERS = 2  # of each thread: one is filled while the other crosses the bus
+_PIECE_BYTES = 2 << 20
+_MOST_SLOTS, _SLOTS_BYTES = 8, 32 << 20
+_REHEARSAL_S = 2.0  # what takes 0.1 ms where the streams do not wait for each other
+
+
+def _ring(slab_bytes: int) -> int:
+    """Slots of the ring: two waves."""
+    return 2 * max(1, min(_MOST_SLOTS, _SLOTS_BYTES // slab_bytes) // 2)
+
+
+def _h_bytes(slab: SlabLayout, max_rows: int) -> int:
+    """Scratch of one wave in which every row chose every expert."""
+    return plan.acts_at(0, _ring(slab.total_bytes) // 2 * max_rows, slab.down.n_groups)[1]
+
+
+def _list_bytes(max_rows: int, top_k: int) -> int:
+    """A job and, at worst, a tile for every rank."""
+    return max_rows * top_k * (plan.JOB.itemsize + plan.TILE.itemsize)
+
+
+def stream_bytes(slab: SlabLayout, max_rows: int, top_k: int) -> int:
+    """Memory of the card that a `Streamer` takes."""
+    ring = _ring(slab.total_bytes) * round_up(slab.total_bytes)
+    return ring + round_up(_h_bytes(slab, max_rows)) + round_up(_list_bytes(max_rows, top_k))
+
+
+class Streamer:
+    """What the streams of one card use, one after the other.
+
+    slab : of the experts.   max_rows, top_k : of the largest batch.   workspace : of the spans.
+    Raises DeviceError and takes nothing where the kernels do not take such experts, memory is short, or the card would
+    not run them beside a span.
+    """
+
+    def __init__(self, context: Context, slab: SlabLayout, max_rows: int, top_k: int, workspace: Workspace) -> None:
+        if not FORMATS[slab.format].is_blocks:
+            raise DeviceError(f"{context.name}: experts of format {slab.format} are not R16 blocks", "launch")
+        self.context, self.slab = context, slab
+        self.n_slots = _ring(slab.total_bytes)
+        self.wave = self.n_slots // 2
+        self._stride = round_up(slab.total_bytes)
+        self._held = ExitStack()
+        self.threads: ThreadPoolExecutor | None = None
+        try:
+            self._take(max_rows, top_k)
+            self._rehearse(workspace)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, max_rows: int, top_k: int) -> None:
+        context, held, what = self.context, self._held, "experts in passing"
+
+        def room(n_bytes: int) -> int:
+            at = context.alloc(n_bytes, what)
+            held.callback(context.free, at)
+            return at
+
+        def pin(n_bytes: int) -> Pinned:
+            pinned = context.pin(n_bytes, what)
+            held.callback(context.unpin, pinned)
+            return pinned
+
+        def event() -> Any:
+            made = context.event()
+            held.callback(context.free_event, made)
+            return made
+
+        context.set_current()
+        list_bytes = _list_bytes(max_rows, top_k)
+        self._slots_at = room(self.n_slots * self._stride)
+        self._h_at, self._list_at = room(_h_bytes(self.slab, max_rows)), room(list_bytes)
+        self._list = pin(list_bytes)
+        piece_bytes = min(_PIECE_BYTES, self._stride)
+        self._buffers = [[(pin(piece_bytes), event()) for _ in range(_BUFFERS)] for _ in range(_THREADS)]
+        self.copied, self.freed = [event(), event()], [event(), event()]  # of even and of odd waves
+        self.copies = context.stream(ahead=True)
+        held.callback(context.free_stream, self.copies)
+        self.stream = context.stream(ahead=True)
+        held.callback(context.free_stream, self.stream)
+        self.threads = ThreadPoolExecutor(_THREADS, "coli-stream", _roam)
+
+    def _rehearse(self, workspace: Workspace) -> None:
+        """One expert of nothing, while a kernel waits on the spans' stream as it does for a host's answer.
+
+        Loads the kernels.  Raises DeviceError where nothing comes of it before the kernel is let go.
+        """
+        context, n_groups = self.context, self.slab.gate.n_groups
+        x_bytes = plan.acts_at(0, 1, n_groups)[1]
+        at, post = context.alloc(x_bytes + 4 * self.slab.hidden_size, "a rehearsal"), Mailbox(context)
+        try:
+            context.zero(at, x_bytes)
+            launcher, ended = context.launcher, False
+            launcher.say(post.answered_at, 0xFFFFFFFF)  # one before what the kernel waits for
+            try:
+                context.launch("await_answer", "", (1,), 32, 0, workspace.stream, post.ask_at, post.mail_at, 1)
+                self._put_list(np.array([(self._slots_at, 0, 0)], plan.JOB), np.array([(0, 1)], plan.TILE))
+                nothing = np.zeros(self.slab.total_bytes, np.uint8)
+                self._copy(nothing, 0, 0)
+                self.launch((0, 1, 0, 1), 0, plan.acts_at(at, 1, n_groups)[0], at + x_bytes, 1)
+                context.launch("raise_flag", "", (1, 1), 1, 0, self.stream, post.count_at, post.done_at)
+                end = time.perf_counter() + _REHEARSAL_S
+                while not (ended := post.done != 0) and time.perf_counter() < end:
+                    time.sleep(0.0001)
+            finally:
+                launcher.say(post.answered_at, 0)
+                self.settle()
+                context.synchronize(workspace.stream)
+            if not ended:
+                raise DeviceError(f"{context.name}: its streams wait for each other", "launch")
+        finally:
+            post.close()
+            context.free(at)
+
+    def begin(
+        self, acts: Acts, answers_at: int, asked: Asked, experts: np.ndarray, slabs: Sequence[np.ndarray]
+    ) -> Stream:
+        """Start experts, some of those asked for.
+
+        acts : the rows of the batch, quantised, on the card.   answers_at : where rank j of row t goes, as row
+        t * top_k + j of float32 (T * top_k, hidden).
+        """
+        self.context.set_current()
+        n = len(slabs)
+        if any(slab.size < self.slab.total_bytes for slab in slabs):
+            raise DeviceError(f"{self.context.name}: an expert of fewer than {self.slab.total_bytes:,} bytes", "launch")
+        turn_of = np.full(int(asked.top_idx.max()) + 1, n, np.intp)
+        turn_of[experts] = np.arange(n)
+        turns = np.where(asked.external.reshape(-1) == 0, turn_of[asked.top_idx.reshape(-1)], n)
+        ranks = np.argsort(turns, kind="stable")[: int(np.count_nonzero(turns < n))]
+        turns = turns[ranks]
+        jobs = np.empty(len(ranks), plan.JOB)
+        jobs["slab"] = self._slots_at + turns.astype(np.uint64) % np.uint64(self.n_slots) * np.uint64(self._stride)
+        jobs["row"], jobs["out"] = ranks // asked.top_idx.shape[1], ranks
+        tiles, waves = _cut(np.bincount(turns, minlength=n).tolist(), self.wave)
+        self._put_list(jobs, tiles)
+        return Stream(self, acts, answers_at, asked.external, ranks, slabs, waves, len(jobs))
+
+    # ---- pieces of it ----------------------------------------------------------------------------------------
+
+    def _put_list(self, jobs: np.ndarray, tiles: np.ndarray) -> None:
+        """Jobs, and tiles behind them, to the card."""
+        n_bytes = jobs.nbytes + tiles.nbytes
+        self._list.array[: jobs.nbytes] = jobs.view(np.uint8)
+        self._list.array[jobs.nbytes : n_bytes] = tiles.view(np.uint8)
+        self.context.copy_in(self._list_at, self._list.address, n_bytes, self.stream)
+
+    def copy(self, slab: np.ndarray, turn: int, thread: int) -> None:
+        """Start a slab on its way into the slot of its turn; the bytes have been read when this returns."""
+        if turn >= self.n_slots:  # the slot has been in use
+            self.context.hold(self.copies, self.freed[turn // self.wave % 2])
+        self._copy(slab, turn, thread)
+
+    def _copy(self, slab: np.ndarray, turn: int, thread: int) -> None:
+        to, buffers = self._slots_at + turn % self.n_slots * self._stride, self._buffers[thread]
+        for number, at in enumerate(range(0, self.slab.total_bytes, buffers[0][0].n_bytes)):
+            buffer, event = buffers[0]
+            buffers.reverse()
+            piece = slab[at : min(at + buffer.n_bytes, self.slab.total_bytes)]
+            self.context.wait_event(event)  # at once where it was never recorded
+            np.copyto(buffer.array[: piece.size], piece)
+            self.context.copy_in(to + at, buffer.address, piece.size, self.copies)
+            self.context.record(event, self.copies)
+
+    def launch(self, wave: tuple[int, int, int, int], number: int, acts: Acts, answers_at: int, n_jobs: int) -> None:
+        """The kernels of a wave, whose slabs are all on their way.  wave : of `_cut`.   n_jobs : of the whole list."""
+        first_job, n, first_tile, n_tiles = wave
+        jobs_at = self._list_at + first_job * plan.JOB.itemsize
+        tiles_at = self._list_at + n_jobs * plan.JOB.itemsize + first_tile * plan.TILE.itemsize
+        self.context.record(self.copied[number % 2], self.copies)
+        self.context.hold(self.stream, self.copied[number % 2])
+        plan.many_jobs(self, self.slab, jobs_at, n, tiles_at, n_tiles, acts, self._h_at, answers_at)
+        self.context.record(self.freed[number % 2], self.stream)
+
+    def settle(self) -> None:
+        """Wait for everything that was started.  Does nothing on a lost card."""
+        for stream in (self.copies, self.stream):
+            if self.context.lost is None:
+                self.context.synchronize(stream)
+
+    def close(self) -> None:
+        """Give everything back.  No stream is under way.  Does nothing the second time."""
+        if self.threads is not None:
+            self.threads.shutdown()
+        with contextlib.suppress(DeviceError), self._held:
+            if self.context.lost is None:
+                self.context.set_current()
+                if self.threads is not None:
+                    self.settle()
+
+
+class Stream:
+    """Experts on their way.   seconds : from the beginning to the last answer, behind `wait`."""
+
+    def __init__(
+        self, streamer: Streamer, acts: Acts, answers_at: int, external: np.ndarray, ranks: np.ndarray,
+        slabs: Sequence[np.ndarray], waves: list[tuple[int, int, int, int]], n_jobs: int,
+    ) -> None:  # fmt: skip
+        self.seconds = 0.0
+        self._streamer = streamer
+        self._acts, self._answers_at, self._n_jobs = acts, answers_at, n_jobs
+        self._external, self._ranks = external, ranks
+        self._slabs = slabs
+        self._waves = waves
+        self._left = [min(streamer.wave, len(slabs) - at) for at in range(0, len(slabs), streamer.wave)]  # slabs to come
+        self._launched = [Event() for _ in waves]
+        self._lock = Lock()  # of the turn, the counts, and of launches, whose parameters lie in one place
+        self._turn = 0
+        self._error: BaseException | None = None
+        external.flat[ranks] = 1
+        self._start = time.perf_counter()
+        self._threads = []
+        try:
+            for thread in range(_THREADS):
+                self._threads.append(streamer.threads.submit(self._work, thread))
+        except RuntimeError as error:  # the system starts no more threads
+            self._error = DeviceError(f"{streamer.context.name}: {error}", "launch")
+
+    def wait(self) -> None:
+        """Until all of them are computed.  Raises DeviceError; nothing is under way then, and they are asked for again."""
+        for thread in self._threads:
+            thread.result()
+        if self._error is None:
+            return
+        self._external.flat[self._ranks] = 0
+        with contextlib.suppress(DeviceError):  # a card that is lost here is so for the next who asks
+            self._streamer.settle()
+        self._streamer.context.require_alive()
+        raise self._error
+
+    def _work(self, thread: int) -> None:
+        """A thread: slab after slab, and the kernels of a wave behind its last one."""
+        try:
+            self._streamer.context.set_current()
+            while (turn := self._next()) is not None:
+                self._send(turn, thread)
+            if self._error is None:
+                self._streamer.context.synchronize(self._streamer.stream)
+            self.seconds = time.perf_counter() - self._start
+        except BaseException as error:
+            self._error = self._error or error
+            for launched in self._launched:  # the other thread must not wait for what does not come
+                launched.set()
+
+    def _next(self) -> int | None:
+        with self._lock:
+            if self._error is not None or self._turn == len(self._slabs):
+                return None
+            self._turn += 1
+            return self._turn - 1
+
+    def _send(self, turn: int, thread: int) -> None:
+        streamer = self._streamer
+        number = turn // streamer.wave
+        if number >= 2:
+            self._launched[number - 2].wait()  # or its slots would be written before they are to be read
+        if self._error is None:
+            streamer.copy(self._slabs[turn], turn, thread)
+        with self._lock:
+            self._left[number] -= 1
+            if self._left[number] == 0 and self._error is None:
+                streamer.launch(self._waves[number], number, self._acts, self._answers_at, self._n_jobs)
+                self._launched[number].set()
+
+
+def _cut(jobs_of: Sequence[int], wave: int) -> tuple[np.ndarray, list[tuple[int, int, int, int]]]:
+    """TILE (tiles,), and of each wave of experts: first job, jobs, first tile, tiles.
+
+    jobs_of : of each expert, in the order of the list.  A tile counts jobs from its wave's first.
+    """
+    tiles: list[tuple[int, int]] = []
+    waves = []
+    first_job = 0
+    for at in range(0, len(jobs_of), wave):
+        n, first_tile = 0, len(tiles)
+        for count in jobs_of[at : at + wave]:
+            step = plan.JOBS_OF_TILE
+            tiles += [(n + i, min(step, count - i)) for i in range(0, count, step)]
+            n += count
+        waves.append((first_job, n, first_tile, len(tiles) - first_tile))
+        first_job += n
+    return np.array(tiles, plan.TILE), waves
+
+
+def _roam() -> None:
+    """Let a thread run wherever the process may: it must not inherit the one core of a pinned engine thread."""
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
