@@ -92,6 +92,7 @@ extensions = [
     extension("quantize", "src/search.c"),
     extension("step", "src/team.c", "src/step.c"),
     extension("cudalaunch"),
+    extension("routing"),
 ]
 # Threads only help where there is more than one source to compile.
 jobs = int(os.environ.get("COLI_BUILD_JOBS", os.cpu_count() or 1))

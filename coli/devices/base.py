@@ -90,13 +90,14 @@ class LayerState(Protocol):
 class Device(Protocol):
     """One card, or what stands in for one.  Calls come from one thread, except ``write_slot``.
 
-    index : the number that ``--devices`` and COLI_PLACE use.
+    index : the number that ``--devices`` and COLI_PLACE use.   driver : its driver's version, as people are told it.
     """
 
     name: str
     index: int
     uuid: str | None
     pci_bus_id: str | None
+    driver: str | None
 
     def total_bytes(self) -> int:
         """Memory of the device."""
@@ -321,4 +322,41 @@ class SpanDevice(LayerDevice, Protocol):
         x : float32 (T, hidden), T at most ``span.max_rows``; rows may lie apart; free again on return.
         cos, sin : float32 (positions, rotary_half), of all positions from 0 on.
         logit_rows : the rows whose logits are wanted, ascending; only with a head.
+        """
+
+
+# ---- experts in passing ----------------------------------------------------------------------------------
+
+
+class StreamRun(Protocol):
+    """Experts on their way through a device.   seconds : behind `wait`, from the beginning to the last answer."""
+
+    seconds: float
+
+    def wait(self) -> None:
+        """Until the device has computed all of them; then `SpanRun.answer` takes their ranks as answered.
+
+        Raises DeviceError; nothing is under way then, and they are asked for as before.
+        """
+
+
+class StreamDevice(SpanDevice, Protocol):
+    """A device that also computes experts which it does not hold, while it waits for an answer in a span.
+
+    Their bytes come with the call, are used once and forgotten.
+    """
+
+    def open_stream(self) -> None:
+        """Get ready: memory beside the arena, threads.  No batch is in a span.  Does nothing the second time.
+
+        Raises DeviceError and takes nothing.
+        """
+
+    def begin_stream(
+        self, run: SpanRun, asked: Asked, experts: np.ndarray, slabs: Sequence[np.ndarray]
+    ) -> StreamRun:
+        """Start experts of the layer that ``run`` asks about; `StreamRun.wait` must follow before any other call of it.
+
+        experts : int (n,), some of those asked for.   slabs : of each, uint8, read until `wait` has returned.
+        ``asked.external`` becomes 1 in all of their ranks, and 0 again where this or `wait` fails.
         """

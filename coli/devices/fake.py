@@ -23,9 +23,9 @@ from coli.container.layout import ALIGN_BYTES, matrix_layout, round_up
 from coli.devices import fakemath, fakemixer, fakespan
 from coli.devices.base import DeviceError, LayerSpec, MatrixSpec, MixerSpec, SlabSpec, SpanPart
 from coli.devices.fakemath import Part, answer, check_rows, part_of, require, slab_parts
+from coli.devices.fakeslots import POISON, Slots, stride_bytes
 
 OPERATIONS = ("alloc", "upload", "matmul", "issue", "take", "mix", "span", "ask", "answer", "finish")
-POISON = 0xA5  # what freed memory holds: finite in every number format, and nobody's weights
 
 _KIND = {"alloc": "out of memory"}  # of a failure by ``fail``; the others are "launch"
 _SPIN_S = 0.0005  # a sleep overshoots by about 0.1 ms, so the last half millisecond is spun
@@ -127,8 +127,8 @@ class FakeDevice:
           ("finish", rows whose logits were wanted)
         - ("clear", slot), ("free", name), ("close",), which never fail and which "die" does not count
 
-    index : 0 until somebody numbers the devices.   uuid, pci_bus_id : None, it has none.
-    seats : the slot of each (layer, expert) that was seated.   span_rows : what a span's ``max_rows`` will be.
+    index : 0 until somebody numbers the devices.   uuid, pci_bus_id, driver : None, it has none.
+    span_rows : what a span's ``max_rows`` will be.
     segment_slots : slots that `resize_slots` frees together.
     """
 
@@ -136,6 +136,7 @@ class FakeDevice:
     segment_slots = 1
     uuid: str | None = None
     pci_bus_id: str | None = None
+    driver: str | None = None
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class FakeDevice:
     def free_bytes(self) -> int:
         """What an arena could take now."""
         self._refuse_if_lost()
-        arena_bytes = self._arena.size - self._given_back_bytes + self._more_slots.size
+        arena_bytes = self._arena.size + self._slots.beyond_arena_bytes
         return max(0, self._limit_bytes - arena_bytes - self._beside_bytes)
 
     def set_free_bytes(self, free_bytes: int) -> None:
@@ -186,8 +187,8 @@ class FakeDevice:
         require(not self._tickets, f"{self.name}: the arena is opened anew under {len(self._tickets)} open tickets")
         require(resident_bytes >= 0 and slots >= 0, f"{self.name}: an arena of {resident_bytes} bytes, {slots} slots")
         require(slots == 0 or slab is not None, f"{self.name}: {slots} slots of no shape")
-        stride = round_up(slab.slab_bytes) if slab is not None else 0
-        n_bytes = round_up(resident_bytes) + slots * stride
+        slot_bytes = slots * stride_bytes(slab)
+        n_bytes = round_up(resident_bytes) + slot_bytes
         self._begin("alloc", n_bytes, slots)
         with self._lock:
             self._drop_arena()
@@ -203,11 +204,8 @@ class FakeDevice:
         with self._lock:
             start = -raw.ctypes.data % ALIGN_BYTES
             self._arena = raw[start : start + n_bytes]
-            self._slots_at = n_bytes - slots * stride
-            self._stride = stride
-            self._slab = slab
-            self._slot_state = ["empty"] * slots
-            self._slot_readers = [0] * slots
+            self._slots_at = n_bytes - slot_bytes
+            self._slots = Slots(self._arena[self._slots_at :], slab)
 
     def close(self) -> None:
         """Give everything back; an arena may be opened again afterwards, unless the device is lost."""
@@ -218,19 +216,12 @@ class FakeDevice:
     def _drop_arena(self) -> None:
         self._arena = np.empty(0, np.uint8)
         self._slots_at = 0
-        self._stride = 0
         self._used_bytes = 0
-        self._slab: SlabSpec | None = None
-        self._slot_state: list[str] = []  # "empty", "writing" or "written"
-        self._slot_readers: list[int] = []  # open tickets that read it
-        self._given_back_bytes = 0  # of the arena's end, by `resize_slots`
-        self._more_slots = np.empty(0, np.uint8)  # behind those of the arena
+        self._slots = Slots(self._arena, None)
         self._residents: set[_Resident] = set()
         self._tickets: set[_Ticket] = set()
         self._states: set[_State] = set()
         self._beside_bytes = 0
-        self.seats: dict[tuple[int, int], int] = {}
-        self._seated: dict[int, tuple[int, int]] = {}  # the same by slot
         self._run: fakespan.Run | None = None  # a batch that is in a span
 
     # ---- residents ---------------------------------------------------------------------------------------
@@ -422,14 +413,13 @@ class FakeDevice:
         """From the next `begin_span` on this expert is in this slot, or in none."""
         self._refuse_if_lost()
         self._check_idle()
-        self._seated.pop(self.seats.pop((layer, expert), None), None)
-        if slot is None:
-            return
-        self._check_slot(slot)
-        require(self._slot_state[slot] == "written", f"slot {slot} is seated; it is {self._slot_state[slot]}")
-        require(slot not in self._seated, f"slot {slot} is seated for {layer, expert} and for {self._seated.get(slot)}")
-        self.seats[layer, expert] = slot
-        self._seated[slot] = layer, expert
+        with self._lock:
+            self._slots.seat(layer, expert, slot)
+
+    @property
+    def seats(self) -> dict[tuple[int, int], int]:
+        """The slot of each (layer, expert) that is seated."""
+        return self._slots.seats
 
     def begin_span(
         self, span: fakespan.Span, parts: Sequence[SpanPart], x: np.ndarray, cos: np.ndarray, sin: np.ndarray,
@@ -441,9 +431,7 @@ class FakeDevice:
         self._begin("span", span.layers[0].index, len(span.layers), len(x))
         with self._lock:
             self._run = run
-            for slot in run.slots:
-                require(self._slot_state[slot] == "written", f"slot {slot} is read; it is {self._slot_state[slot]}")
-                self._slot_readers[slot] += 1
+            self._slots.begin_read(run.slots)
         return run
 
     def _end_span(self, run: fakespan.Run) -> None:
@@ -451,8 +439,7 @@ class FakeDevice:
         with self._lock:
             if self._run is run:
                 self._run = None
-                for slot in run.slots:
-                    self._slot_readers[slot] -= 1
+                self._slots.end_read(run.slots)
 
     def _check_idle(self) -> None:
         """What would go on the stream behind a run that waits for its host waits for ever."""
@@ -464,21 +451,12 @@ class FakeDevice:
         """Overwrite a slot with an expert's slab."""
         self._begin("upload", slot, data.size)
         with self._lock:
-            self._check_slot(slot)
-            require(
-                data.dtype == np.uint8 and data.shape == (self._slab.slab_bytes,),
-                f"slot {slot}: data is {data.dtype} {data.shape}, not uint8 ({self._slab.slab_bytes},)",
-            )
-            require(self._slot_readers[slot] == 0, f"slot {slot} is written under an open ticket")
-            require(self._slot_state[slot] != "writing", f"slot {slot} is written twice at once")
-            require(slot not in self._seated, f"slot {slot} is written while an expert is seated in it")
-            self._slot_state[slot] = "writing"
-            arena, target = self._arena, self._slot_bytes(slot)
+            slots = self._slots
+            target = slots.begin_write(slot, data)
         target[: data.size] = data
         _wait_until(time.perf_counter() + self._seconds(data.size))  # beside the arithmetic, as a copy engine is
         with self._lock:
-            if arena is self._arena:  # not closed meanwhile
-                self._slot_state[slot] = "written"
+            slots.end_write(slot)  # of an arena that may have been closed meanwhile
 
     def clear_slot(self, slot: int) -> None:
         """The slot holds nobody any more: it is overwritten."""
@@ -486,41 +464,24 @@ class FakeDevice:
         with self._lock:
             if self._lost:
                 return
-            self._check_slot(slot)
-            require(self._slot_readers[slot] == 0, f"slot {slot} is cleared under an open ticket")
-            require(self._slot_state[slot] != "writing", f"slot {slot} is cleared while it is written")
-            require(slot not in self._seated, f"slot {slot} is cleared while an expert is seated in it")
-            self._slot_state[slot] = "empty"
-            self._slot_bytes(slot)[:] = POISON
+            self._slots.clear(slot)
 
     @property
     def slot_segment_bytes(self) -> int:
         """Slots are freed so many bytes at a time, counted from slot 0."""
-        return self.segment_slots * self._stride
+        return self.segment_slots * self._slots.stride
 
     def resize_slots(self, slots: int) -> int:
         """Have so many slots, the first ones; the bytes that this takes.  Those that go are overwritten."""
-        require(self._stride > 0, f"{self.name}: {slots} slots of no shape")
+        require(self._slots.slab is not None, f"{self.name}: {slots} slots of no shape")
         self._check_idle()
-        n_own, before = (self._arena.size - self._slots_at) // self._stride, len(self._slot_state)
-        kept = min(n_own, -(-slots // self.segment_slots) * self.segment_slots)  # of the arena's, in whole segments
-        more_bytes = max(0, slots - n_own) * self._stride
-        given_back_bytes = (n_own - kept) * self._stride
-        taken = more_bytes - self._more_slots.size + self._given_back_bytes - given_back_bytes
+        taken = self._slots.bytes_for(slots, self.segment_slots)
         self._begin("alloc", taken, slots)
         if taken > self.free_bytes():
             found = f"{taken:,} bytes for {slots} slots, {self.free_bytes():,} are free"
             raise DeviceError(f"{self.name}: {found}", "out of memory")
         with self._lock:
-            for slot in range(slots, before):
-                in_use = self._slot_readers[slot] or self._slot_state[slot] == "writing" or slot in self.seats.values()
-                require(not in_use, f"slot {slot} is given back while it is in use")
-                self._slot_bytes(slot)[:] = POISON
-            self._slot_state = (self._slot_state + ["empty"] * slots)[:slots]
-            self._slot_readers = (self._slot_readers + [0] * slots)[:slots]
-            stay = self._more_slots[:more_bytes]
-            self._more_slots = np.concatenate([stay, np.zeros(more_bytes - stay.size, np.uint8)])
-            self._given_back_bytes = given_back_bytes
+            self._slots.resize(slots, self.segment_slots)
         return taken
 
     def issue(self, layer: int, slots: Sequence[int], rows_of: Sequence[int], x: np.ndarray) -> _Ticket:
@@ -530,16 +491,14 @@ class FakeDevice:
         self._check_idle()
         with self._lock:
             require(slots.size > 0 and slots.shape == rows_of.shape == (slots.size,), "a group without contributions")
-            for slot in slots.tolist():
-                self._check_slot(slot)
-                require(self._slot_state[slot] == "written", f"slot {slot} is read; it is {self._slot_state[slot]}")
-            check_rows(x, self._slab.hidden_size, f"layer {layer}")
+            self._slots.check_written(slots.tolist())
+            slab = self._slots.slab
+            check_rows(x, slab.hidden_size, f"layer {layer}")
             require(0 <= rows_of.min() and rows_of.max() < len(x), f"rows_of {rows_of} of an x with {len(x)} rows")
-            n_bytes = len(np.unique(slots)) * self._slab.slab_bytes
+            n_bytes = len(np.unique(slots)) * slab.slab_bytes
             ticket = _Ticket(layer, slots, rows_of, np.array(x, np.float32, order="C"), self._finish_at(n_bytes))
             self._tickets.add(ticket)
-            for slot in slots.tolist():
-                self._slot_readers[slot] += 1
+            self._slots.begin_read(slots.tolist())
         return ticket
 
     def take(self, ticket: _Ticket) -> np.ndarray:
@@ -549,36 +508,26 @@ class FakeDevice:
             self._begin("take", ticket.of if is_group else ticket.of.name)
             require(ticket in self._tickets, "a ticket is taken twice, or after its arena was closed")
             if is_group:
-                y = np.empty((ticket.slots.size, self._slab.hidden_size), np.float32)
+                slab = self._slots.slab
+                y = np.empty((ticket.slots.size, slab.hidden_size), np.float32)
                 for slot in np.unique(ticket.slots).tolist():
                     mine = np.flatnonzero(ticket.slots == slot)
                     rows = ticket.x[ticket.rows_of[mine]]
-                    y[mine] = fakemath.ffn(self._slot_bytes(slot), slab_parts(self._slab), rows)
+                    y[mine] = fakemath.ffn(self._slots.bytes_of(slot), slab_parts(slab), rows)
             else:
                 y = fakemath.ffn(self._bytes_of(ticket.of, 3), ticket.of.parts, ticket.x)
         finally:
             with self._lock:
                 if ticket in self._tickets:
                     self._tickets.discard(ticket)
-                    for slot in ticket.slots.tolist():
-                        self._slot_readers[slot] -= 1
+                    self._slots.end_read(ticket.slots.tolist())
         _wait_until(ticket.ready_at)
         return y
 
     def slot_bytes(self, slot: int) -> np.ndarray:
         """The bytes of a slot as they are now, for tests: uint8, a copy."""
-        self._check_slot(slot)
-        return self._slot_bytes(slot).copy()
-
-    def _slot_bytes(self, slot: int) -> np.ndarray:
-        start = self._slots_at + slot * self._stride
-        if start >= self._arena.size:
-            start -= self._arena.size
-            return self._more_slots[start : start + self._stride]
-        return self._arena[start : start + self._stride]
-
-    def _check_slot(self, slot: int) -> None:
-        require(0 <= slot < len(self._slot_state), f"slot {slot} of {len(self._slot_state)}")
+        self._slots.check(slot)
+        return self._slots.bytes_of(slot).copy()
 
     # ---- failures and time -------------------------------------------------------------------------------
 

@@ -238,9 +238,10 @@ class Run:
                 continue
             where = routed.top_idx == expert
             x = np.ascontiguousarray(xn[where.nonzero()[0]])
-            routed.y[where] = fakemath.ffn(device._slot_bytes(slot), fakemath.slab_parts(device._slab), x)
+            slab = device._slots.slab
+            routed.y[where] = fakemath.ffn(device._slots.bytes_of(slot), fakemath.slab_parts(slab), x)
             routed.external[where] = 1
-            n_bytes += device._slab.slab_bytes
+            n_bytes += slab.slab_bytes
         if layer.shared is not None:
             routed.shared_y = fakemath.ffn(device._bytes_of(layer.shared, 3), layer.shared.parts, xn)
             n_bytes += layer.shared.n_bytes

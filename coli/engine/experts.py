@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coli._core import step
+from coli._core import routing, step
 from coli.devices.base import Device, DeviceError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def take_groups(tier: Tier, groups: Sequence[Any], external: np.ndarray) -> list
 def put_answers(views: Views, answers: Sequence[tuple[Any, np.ndarray]]) -> None:
     """Answers to where the sum over ranks looks for them.  The CPU has numbered the slots."""
     for group, y in answers:
-        views.expert_y[views.slot_of[group.rows, group.ranks]] = y
+        routing.put(views.expert_y, views.slot_of, group.rows, group.ranks, y)
 
 
 class ExpertsOn:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coli._core import step
+from coli._core import routing, step
 from coli.devices.base import Asked, DeviceError, SpanDevice, SpanPart, SpanRun
+from coli.engine import streaming
 from coli.engine.experts import put_answers, take_groups
 from coli.engine.states import StatesLost
 
@@ -49,7 +50,7 @@ class SpanOn:
     """
 
     __slots__ = (
-        "program", "device", "handle", "what", "first", "last", "has_head", "mixers", "steps", "dropped", "missed",
+        "program", "device", "handle", "what", "first", "last", "has_head", "mixers", "steps", "dropped", "streaming",
     )  # fmt: skip
 
     def __init__(self, program: Program, placed: PlacedSpan, mixers: Sequence[MixerOn], steps: Sequence[Any]) -> None:
@@ -61,7 +62,8 @@ class SpanOn:
         self.mixers = mixers
         self.steps = steps
         self.dropped = False
-        self.missed = 0  # ranks that only the CPU was asked for, in this batch
+        of_device = (span.streaming for span in program.spans if span.device is self.device)
+        self.streaming = next(of_device, None) or streaming.Streaming(program, self.device)
 
     @property
     def max_rows(self) -> int:
@@ -78,10 +80,11 @@ class SpanOn:
         rows = program.logit_rows if self.has_head and len(program.logit_rows) <= LOGITS_ROWS else ()
         is_last = self.last == program.config.num_hidden_layers
         nobody_goes_on = is_last and len(rows) == len(program.logit_rows)
+        streams = program.n_rows >= streaming.STREAM_ROWS and self.streaming.ready(self.first, self.last)
         run: SpanRun | None = None
         try:
             run = self.device.begin_span(self.handle, parts, program.views.x, program.cos, program.sin, rows)
-            top_idx = self._go(run, runner, None if nobody_goes_on else program.views.x, rows)
+            top_idx = self._go(run, runner, None if nobody_goes_on else program.views.x, rows, streams)
         except BaseException as error:
             if run is not None:
                 with contextlib.suppress(DeviceError):
@@ -95,7 +98,7 @@ class SpanOn:
         if tier is not None:
             if program.decoding is not None:
                 tier.note(self.first, top_idx, program.decoding)
-            tier.took(self.device, self.first, top_idx, self.missed)
+            tier.took(self.device, self.first, top_idx)
 
     def _parts(self) -> list[SpanPart] | None:
         """The batch for the device; None where it cannot have it."""
@@ -110,17 +113,23 @@ class SpanOn:
             made.append(SpanPart(part.first_row, part.n_rows, part.position, states))
         return made
 
-    def _go(self, run: SpanRun, runner: step.Runner, x_out: np.ndarray | None, rows: Sequence[int]) -> np.ndarray:
-        """Answer until nothing is asked any more; the experts chosen, int32 (layers, T, top_k)."""
+    def _go(
+        self, run: SpanRun, runner: step.Runner, x_out: np.ndarray | None, rows: Sequence[int], streams: bool
+    ) -> np.ndarray:
+        """Answer until nothing is asked any more; the experts chosen, int32 (layers, T, top_k).
+
+        streams : the device may be given some of what it asks for (``streaming``).
+        """
         tier, program = self.program.tier, self.program
         others = tier is not None and tier.has_others(self.device)
-        self.missed = 0
         while (asked := run.ask()) is not None:
             if others:
                 self._answer_with(tier, run, runner, asked)
             else:
-                self.missed += asked.external.size - int(np.count_nonzero(asked.external))
-                runner.moe(self.first + asked.place, asked.xn, asked.top_idx, asked.external, asked.shared)
+                if streams:
+                    self.streaming.compute(run, runner, self.first + asked.place, asked)
+                else:
+                    runner.moe(self.first + asked.place, asked.xn, asked.top_idx, asked.external, asked.shared)
                 views = program.views
                 run.answer(views.expert_y, views.slot_of, views.shared_y if asked.shared else None)
         return run.finish(x_out, program.logits[: len(rows)] if rows else None, program.soon)
@@ -128,11 +137,13 @@ class SpanOn:
     def _answer_with(self, tier: Tier, run: SpanRun, runner: step.Runner, asked: Asked) -> None:
         """Answer with what other devices hold, and the CPU for the rest."""
         layer, views = self.first + asked.place, self.program.views
-        views.external[:] = asked.external
-        groups = tier.issue(layer, asked.top_idx, asked.xn, views.external, skip=self.device)
-        runner.moe(layer, asked.xn, asked.top_idx, views.external, asked.shared)
-        answers = take_groups(tier, groups, views.external)
+        external = views.external
+        groups = tier.issue(layer, asked.top_idx, asked.xn, external, self.device, asked.external)
+        # where nothing is left for the CPU its team need not be woken
+        if asked.shared or not routing.number(external, views.slot_of):
+            runner.moe(layer, asked.xn, asked.top_idx, external, asked.shared)
+        answers = take_groups(tier, groups, external)
         if len(answers) < len(groups):  # slots are numbered anew, so the CPU's part is done again with the failed ones
-            runner.moe(layer, asked.xn, asked.top_idx, views.external, asked.shared)
+            runner.moe(layer, asked.xn, asked.top_idx, external, asked.shared)
         put_answers(views, answers)
         run.answer(views.expert_y, views.slot_of, views.shared_y if asked.shared else None)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
+from array import array
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from coli.devices.base import Device, DeviceError
+from coli.tier.sidethread import SideThread
 from coli.tier.warmstart import Upload
 
 
@@ -20,15 +21,15 @@ from coli.tier.warmstart import Upload
 class Group:
     """What one device computes of a layer: contribution i is expert rank ranks[i] of row rows[i].
 
-    index : of the device.   slots : int32 (n,).   rows, ranks : int64 (n,).   ticket : None until it is issued.
+    index : of the device.   slots, rows, ranks : ``array('i')`` of equal length, row by row in rank order.
     """
 
     device: Device
     index: int
     layer: int
-    slots: np.ndarray
-    rows: np.ndarray
-    ranks: np.ndarray
+    slots: array
+    rows: array
+    ranks: array
     ticket: Any = None
 
 
@@ -37,6 +38,7 @@ class Card:
 
     live : it is still asked.   accepts : uploads too; False after too many failed.
     keep_free_bytes : memory of the device that should stay free while it runs; 0 where nobody looks.
+    on_the_way : uploads that were sent, in their order.   ended : what became of the first of them, see `next_ended`.
     """
 
     def __init__(self, index: int, device: Device, n_slots: int, keep_free_bytes: int) -> None:
@@ -50,23 +52,29 @@ class Card:
         self.failed_groups = self.failed_groups_in_a_row = 0
         self.hits = self.uploads = self.swaps = 0
         self.open: list[Group] = []
-        self.on_the_way: deque[tuple[Upload, Future[float]]] = deque()
-        self.uploader = ThreadPoolExecutor(1, f"coli-upload-{index}", roam)
+        self.on_the_way: deque[Upload] = deque()
+        self.uploader = SideThread(f"coli-upload-{index}")
+        self.ended: SimpleQueue[float | BaseException] = SimpleQueue()
         self._seat = getattr(device, "seat", None)  # a device with a table of its own has it
 
-    @property
-    def takes_uploads(self) -> bool:
-        """Whether an upload may start: one round at a time, so they never queue up."""
-        return self.live and self.accepts and not self.on_the_way
+    def send(self, upload: Upload, slab_of: Callable[[int], np.ndarray]) -> None:
+        """Start an upload; it ends on the uploader's thread.  slab_of : of an expert's key."""
+        self.on_the_way.append(upload)
+        self.uploader.do(self._write, upload, slab_of)
 
-    def send(self, upload: Upload, slab: np.ndarray) -> None:
-        """Start an upload; it ends on the uploader's thread."""
-        self.on_the_way.append((upload, self.uploader.submit(self._write, upload.slot, slab)))
-
-    def _write(self, slot: int, slab: np.ndarray) -> float:
+    def _write(self, upload: Upload, slab_of: Callable[[int], np.ndarray]) -> None:
         start = time.perf_counter()
-        self.device.write_slot(slot, slab)
-        return time.perf_counter() - start
+        try:
+            self.device.write_slot(upload.slot, slab_of(upload.key))
+        except BaseException as error:  # whatever it is, the engine's thread must see it
+            self.ended.put(error)
+        else:
+            self.ended.put(time.perf_counter() - start)
+
+    def next_ended(self) -> tuple[Upload, float | BaseException]:
+        """The next upload that ends, waited for: with the seconds that it took, or what went wrong."""
+        outcome = self.ended.get()
+        return self.on_the_way.popleft(), outcome
 
     def seat(self, layer: int, expert: int, slot: int | None) -> DeviceError | None:
         """Tell the device who is in a slot, or (None) that an expert is in none.  The error where it would not hear."""
@@ -77,13 +85,6 @@ class Card:
                 return error
         return None
 
-    def slots_in_use(self) -> np.ndarray:
-        """Slots that open groups read: int32."""
-        return np.concatenate([group.slots for group in self.open] or [np.empty(0, np.int32)])
-
-
-def roam() -> None:
-    """Let a helper thread run wherever the process may: it must not inherit the one core of a pinned engine thread."""
-    if hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
+    def is_read(self, slot: int) -> bool:
+        """Whether an open group reads a slot."""
+        return any(slot in group.slots for group in self.open)

@@ -8,19 +8,20 @@ How a layer uses it, on the engine thread::
     for group in groups:
         y = tier.take(group)                           # float32 (len(group.rows), hidden), or None: it failed
         if y is None: ...                              # the CPU computes (group.rows, group.ranks) too
-        else: expert_y[slot_of[group.rows, group.ranks]] = y
+        else: routing.put(expert_y, slot_of, group.rows, group.ranks, y)
     ...                                                # combine in rank order
     tier.between_tokens()                              # after each step: promotion, and the heat file now and then
     tier.stepped(seconds)                              # what the step took; behind a prompt also tier.after_prompt()
 
 An exception between ``issue`` and the last ``take`` must be followed by ``tier.drain()``.  Contributions are
 unweighted and bit-equal to the CPU's, so whoever computed a rank, the sum is the same; the tier decides speed only.
-An engine that prefers to talk to the devices itself asks `route` for the groups and issues and takes them; it then
-answers for failures itself (`quarantine`) and calls `between_tokens` with no ticket open.
+
+All this runs between two streams of weights, where nothing is in the caches: what a layer and a token ask is a few
+lines of Python around `_core.routing`.
 
 A device that computes whole layers by itself (a span) has a table of its own of who is in its slots: it is told by
 ``device.seat`` whenever the residency changes, which is between two steps.  Of the layers of its span the engine asks
-``issue(..., skip=device)`` for what the others hold, and counts what the device did with `took`.
+``issue(..., skip=device, taken=...)`` for what the others hold, and counts what the device did with `took`.
 
 Invariants: an expert is resident in at most one slot; on each device residents + reserved slots + free slots are all
 its slots; every routed (row, rank) is in exactly one group or left to the CPU; no slot is written that an open
@@ -87,6 +88,7 @@ class ExpertTier:
         keep_free = [0] * len(devices) if keep_free_bytes is None else keep_free_bytes
         self._cards = [Card(i, *facts) for i, facts in enumerate(zip(devices, slots, keep_free, strict=True))]
         self._home = np.full(self.layers * self.experts, ON_CPU, np.int8)  # by key
+        self._index = {card.device: card.index for card in self._cards}
         self._order: list[list[int]] = []  # keys at home on each device, hottest first; for the warm start
         for device, pairs in enumerate(homes):
             keys = [layer * self.experts + expert for layer, expert in pairs]
@@ -109,50 +111,51 @@ class ExpertTier:
         """Whether experts of this layer can be on a device at all."""
         return bool((self._home.reshape(self.layers, -1)[layer] != ON_CPU).any())
 
+    def slabs(self, layer: int) -> np.ndarray:
+        """The experts of a layer as the container has them: uint8 (experts, slab_bytes), views."""
+        return self._slabs[layer]
+
+    def lacks(self, device: Device, first: int, last: int) -> bool:
+        """Whether any expert of layers [first, last) is not on this device."""
+        index = next((card.index for card in self._cards if card.device is device), ON_CPU)
+        return index == ON_CPU or bool((self.residency.device[first:last] != index).any())
+
     def has_others(self, device: Device) -> bool:
         """Whether any other device may hold experts."""
         return any(card.live and card.n_slots and card.device is not device for card in self._cards)
 
-    def route(self, layer: int, top_idx: np.ndarray, skip: Device | None = None) -> list[Group]:
-        """What each device holds of top_idx, int32 (rows, top_k), counted as hits; nothing is started.
-
-        skip : a device that computes by itself what it holds; it has no group, and `took` counts its hits.
-        """
-        groups = []
-        left = top_idx.size
-        for routed in self.residency.route(layer, top_idx):
-            card = self._cards[routed.device]
-            if card.device is skip:
-                left -= len(routed.rows)
-                continue
-            groups.append(Group(card.device, routed.device, layer, routed.slots, routed.rows, routed.ranks))
-            card.hits += len(routed.rows)
-            left -= len(routed.rows)
-        self._misses += left
-        return groups
-
     def issue(
-        self, layer: int, top_idx: np.ndarray, x: np.ndarray, external: np.ndarray, skip: Device | None = None
+        self,
+        layer: int,
+        top_idx: np.ndarray,
+        x: np.ndarray,
+        external: np.ndarray,
+        skip: Device | None = None,
+        taken: np.ndarray | None = None,
     ) -> list[Group]:
         """Start every device on what it holds of a layer.
 
         top_idx : int32 (rows, top_k).   x : float32 (rows, hidden); free again on return.
         external : uint8 (rows, top_k), written: 1 where a device computes that rank, 0 where the CPU must.
-        skip : a device that is in the middle of this layer and computes by itself what it holds.  external then comes
-            with 1 in those ranks, and 0 in the others.
+        skip : a device that is in the middle of this layer and computes by itself what it holds.
+        taken : uint8 (rows, top_k), another array than external: 1 in the ranks that ``skip`` computes.
         A device that fails here is left out: its ranks are the CPU's.
         """
-        if skip is None:
-            external[...] = 0
+        skipped = ON_CPU if skip is None else self._index.get(skip, ON_CPU)
+        parts, left = self.residency.routes.split(layer, top_idx, external, skipped, taken)
+        self._misses += left
         started = []
-        for group in self.route(layer, top_idx, skip):
+        for index, slots, rows, ranks in parts:
+            card = self._cards[index]
+            card.hits += len(slots)
+            group = Group(card.device, index, layer, slots, rows, ranks)
             try:
-                group.ticket = group.device.issue(layer, group.slots, group.rows, x)
+                group.ticket = card.device.issue(layer, slots, rows, x)
             except DeviceError as error:
+                external[rows, ranks] = 0
                 self._group_failed(group, error)
                 continue
-            external[group.rows, group.ranks] = 1
-            self._cards[group.index].open.append(group)
+            card.open.append(group)
             started.append(group)
         return started
 
@@ -172,20 +175,20 @@ class ExpertTier:
         card.failed_groups_in_a_row = 0
         return y
 
-    def took(self, device: Device, first_layer: int, top_idx: np.ndarray, misses: int = 0) -> None:
+    def took(self, device: Device, first_layer: int, top_idx: np.ndarray) -> None:
         """A device has computed by itself what it holds of these layers: int32 (layers, rows, top_k), counted as hits.
 
-        misses : ranks that were left to the CPU without asking `issue`.
+        Where no other may hold any, `issue` was not asked for the rest: that was the CPU's.
         """
-        self._misses += misses
-        index = next((i for i, card in enumerate(self._cards) if card.device is device), None)
-        if index is None:
-            return
-        layers = np.arange(first_layer, first_layer + len(top_idx))[:, None, None]
-        self._cards[index].hits += int((self.residency.device[layers, top_idx] == index).sum())
+        index, hits = self._index.get(device), 0
+        if index is not None:
+            hits = self.residency.routes.hits(first_layer, top_idx, index)
+            self._cards[index].hits += hits
+        if not self.has_others(device):
+            self._misses += top_idx.size - hits
 
     def note(self, layer: int, top_idx: np.ndarray, decoding: bool = True) -> None:
-        """Count what rows chose in a layer, int (rows, top_k), or in several from it on, int (layers, rows, top_k).
+        """Count what rows chose in a layer, int32 (rows, top_k), or in several from it on, (layers, rows, top_k).
 
         decoding : they are decode rows.  A prompt's say what is hot now, and are no heat beyond that.
         """
@@ -204,16 +207,20 @@ class ExpertTier:
     def between_tokens(self) -> None:
         """Publish finished uploads, count heat, start swaps, and save heat when it is time.  Cheap when idle."""
         keys = self.heat.fold()
-        copying = any(card.on_the_way for card in self._cards)
-        hits = int(self.residency.is_resident(keys).sum())  # before anything moves: a hit is what the token found
-        self._decode_choices += len(keys)
+        n_choices = len(keys)
+        hits = self.residency.routes.residents(keys)  # before anything moves: a hit is what the token found
+        self._decode_choices += n_choices
         self._decode_hits += hits
-        n_uploaded = self._publish_finished()
-        self._last_step = (len(keys), len(keys) - hits, copying, n_uploaded) if len(keys) else None
+        copying, n_uploaded = False, 0
+        for card in self._cards:
+            if card.on_the_way:
+                copying = True
+                n_uploaded += self._publish_finished(card)
+        self._last_step = (n_choices, n_choices - hits, copying, n_uploaded) if n_choices else None
         if time.monotonic() >= self._check_at:
             self._check_at = time.monotonic() + CHECK_EVERY_S
             self._make_room()
-        if len(keys):
+        if n_choices:
             if self.exchange.is_due():
                 self._look()
             self.exchange.started(self._start_swaps(self.exchange.allowed()))
@@ -244,16 +251,18 @@ class ExpertTier:
     def settle(self) -> None:
         """Wait for the uploads that are on their way, and publish them."""
         for card in self._cards:
-            for _, future in card.on_the_way:
-                future.exception()
-        self._publish_finished()
+            while card.on_the_way:
+                self._publish_next(card)
 
     def _look(self) -> None:
         self.exchange.look([card.index for card in self._cards if card.live and card.accepts])
 
     def _start_swaps(self, n: int) -> int:
         """Start at most n uploads, over the devices in turn.  How many there were."""
-        cards = [card for card in self._cards if card.takes_uploads]
+        if n <= 0:
+            return 0
+        # one round at a time, so that uploads never queue up
+        cards = [card for card in self._cards if card.live and card.accepts and not card.on_the_way]
         started = 0
         while cards and started < n:
             self._turn += 1
@@ -263,32 +272,39 @@ class ExpertTier:
                 cards.remove(card)
                 continue
             newcomer, victim = swap
-            table = self.residency.tables[card.index]
-            if victim is not None and self.residency.slot_of(victim) in card.slots_in_use():
+            if victim is None:
+                slot = self.residency.tables[card.index].reserve()
+            elif card.open and card.is_read(self.residency.slot_of(victim)):
                 continue  # nobody leaves from under a ticket
-            slot = table.reserve() if victim is None else self._vacate(card, victim)
-            if slot is None:
-                continue
-            card.swaps += victim is not None
-            card.send(Upload(card.index, slot, newcomer), self._slab(newcomer))
+            else:
+                slot = self._vacate(card, victim)
+                if slot is None:
+                    continue
+                card.swaps += 1
+            card.send(Upload(card.index, slot, newcomer), self._slab)
             started += 1
         return started
 
-    def _publish_finished(self) -> int:
-        """Publish the uploads that have ended.  How many there were."""
+    def _publish_finished(self, card: Card) -> int:
+        """Publish a device's uploads that have ended.  How many there were."""
         ended = 0
-        for card in self._cards:
-            # one uploader, so they end in the order in which they began
-            while card.on_the_way and card.on_the_way[0][1].done():
-                upload, future = card.on_the_way.popleft()
-                ended += 1
-                error = future.exception()
-                if error is not None and not isinstance(error, DeviceError):
-                    raise error
-                if error is None:
-                    self.exchange.figures.uploaded(future.result())
-                self._uploaded(upload, error)
+        while not card.ended.empty():
+            self._publish_next(card)
+            ended += 1
         return ended
+
+    def _publish_next(self, card: Card) -> None:
+        """Publish a device's next upload that ends, waited for."""
+        upload, outcome = card.next_ended()
+        if not isinstance(outcome, BaseException):
+            self.exchange.figures.uploaded(outcome)
+            self._uploaded(upload, None)
+        elif isinstance(outcome, DeviceError):
+            self._uploaded(upload, outcome)
+        else:  # a bug, which must be seen; the books stay right
+            if card.live:
+                self.residency.tables[card.index].release(upload.slot)
+            raise outcome
 
     def _uploaded(self, upload: Upload, error: DeviceError | None) -> None:
         """An upload has ended: the expert is resident, or its slot is free."""
@@ -554,7 +570,7 @@ class ExpertTier:
         self.drain()
         for card in self._cards:
             card.uploader.shutdown()
-        self._publish_finished()
+            self._publish_finished(card)
         self.heat.fold()
         self.saver.close()
 

@@ -8,7 +8,11 @@ device, no slot and no file.
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
+
+from coli._core import routing
 
 # Recent counts are halved each time so many tokens were decoded.  That is a long answer or two, and the router's taste
 # changes with the subject: what was hot four answers ago should have no say.  It is also enough to tell experts apart:
@@ -31,22 +35,24 @@ class Heat:
 
     def __init__(self, layers: int, experts: int, top_k: int, start: np.ndarray | None = None) -> None:
         self.top_k = top_k
+        self._n_experts = experts
         self.recent = np.zeros((layers, experts))
         if start is not None and start.any():
             tokens = start.sum(axis=1).max() / top_k
             self.recent += start * min(1.0, HALF_LIFE_TOKENS / tokens)
         self._unsaved = np.zeros((layers, experts))
         self._choices = 0
-        self._next_halving = HALF_LIFE_TOKENS
-        self._noted: list[np.ndarray] = []
+        self._choices_a_token = top_k * layers
+        self._halve_at = HALF_LIFE_TOKENS * self._choices_a_token  # choices
+        self._noted = array("i")  # keys
         self._prompt = np.zeros((layers, experts))
         self._prompt_goes_on = False
-        self._noted_prompt: list[np.ndarray] = []
+        self._noted_prompt = array("i")
 
     @property
     def tokens(self) -> int:
         """Decode tokens counted so far."""
-        return self._choices // (self.top_k * len(self.recent))
+        return self._choices // self._choices_a_token
 
     @property
     def now(self) -> np.ndarray:
@@ -57,40 +63,34 @@ class Heat:
     def note(self, layer: int, top_idx: np.ndarray, decoding: bool = True) -> None:
         """Remember what rows chose in a layer, or in several from this one on.  Counted by the next `fold`.
 
-        top_idx : int (rows, top_k), or (layers, rows, top_k).   decoding : else the rows are a prompt's.
+        top_idx : int32 (rows, top_k), or (layers, rows, top_k).   decoding : else the rows are a prompt's.
         """
-        n_experts = self.recent.shape[1]
-        first = layer * n_experts
-        if top_idx.ndim == 3:
-            first = first + n_experts * np.arange(len(top_idx))[:, None, None]
-        # the sum is a copy: top_idx is a buffer that the next layer overwrites
-        (self._noted if decoding else self._noted_prompt).append((top_idx + first).reshape(-1))
+        routing.add_keys(self._noted if decoding else self._noted_prompt, layer, top_idx, self._n_experts)
 
-    def fold(self) -> np.ndarray:
+    def fold(self) -> array:
         """Count what was noted; the keys (layer * experts + expert) that decode rows chose, one for each choice."""
         if self._noted_prompt:
             self._fold_prompt()
-        if not self._noted:
-            return np.empty(0, np.int64)
-        keys = np.concatenate(self._noted)
-        self._noted.clear()
-        np.add.at(self.recent.reshape(-1), keys, 1.0)  # not += : rows of one layer may have chosen the same expert
-        np.add.at(self._unsaved.reshape(-1), keys, 1.0)
+        keys = self._noted
+        if not keys:
+            return keys
+        self._noted = array("i")
+        routing.count(keys, self.recent)
+        routing.count(keys, self._unsaved)
         self._choices += len(keys)
         self._prompt_goes_on = False
-        while self.tokens >= self._next_halving:
+        while self._choices >= self._halve_at:
             self.recent *= 0.5
             self._prompt *= 0.5
-            self._next_halving += HALF_LIFE_TOKENS
+            self._halve_at += HALF_LIFE_TOKENS * self._choices_a_token
         return keys
 
     def _fold_prompt(self) -> None:
         if not self._prompt_goes_on:  # another one: what the earlier ones said fades
             self._prompt *= 0.5
             self._prompt_goes_on = True
-        keys = np.concatenate(self._noted_prompt)
-        self._noted_prompt.clear()
-        self._prompt += np.bincount(keys, minlength=self._prompt.size).reshape(self._prompt.shape)
+        routing.count(self._noted_prompt, self._prompt)
+        self._noted_prompt = array("i")
 
     def take_unsaved(self) -> np.ndarray | None:
         """What was counted since the last call, to be merged into a file; None where that is nothing."""

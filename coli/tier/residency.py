@@ -1,4 +1,4 @@
-"""Where each expert is: the table [layer][expert] -> (device, slot), and the groups that a layer's routing makes of it.
+"""Where each expert is: the table [layer][expert] -> (device, slot).
 
 Invariant: the table and the slots say the same.  An expert is in at most one slot of at most one device, and an
 expert that is in none is the CPU's, who can always compute it.  Only the engine thread changes it.
@@ -7,44 +7,28 @@ expert that is in none is the CPU's, who can always compute it.  Only the engine
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from coli._core.routing import MAX_DEVICES, ON_CPU, Table
 from coli.tier.slots import SlotTable
-
-ON_CPU = -1
-
-
-class Routed(NamedTuple):
-    """The part of a layer's routing that one device holds; contribution i is rank ranks[i] of row rows[i].
-
-    slots : int32 (n,), the slot of each contribution.   rows, ranks : int64 (n,), row by row in rank order.
-    """
-
-    device: int
-    slots: np.ndarray
-    rows: np.ndarray
-    ranks: np.ndarray
 
 
 class Residency:
     """The table of all experts over the slots of all devices.  An expert's key is layer * experts + expert.
 
     device : int8 (layers, experts), ON_CPU where it is in no slot.   slot : int32 (layers, experts), valid where it is.
-    tables : the slots of each device.
-
-    A second form of the same, [layer][expert] -> (device, slot) or None as plain lists, is for decode: for one row of
-    8 ranks a loop over them takes about a third of the time of numpy's calls.
+    tables : the slots of each device.   routes : `_core.routing.Table` over them, what a layer and a token ask.
     """
 
     def __init__(self, layers: int, experts: int, slots: Sequence[int]) -> None:
+        assert len(slots) <= MAX_DEVICES, f"{len(slots)} devices"
         self.device = np.full((layers, experts), ON_CPU, np.int8)
         self.slot = np.zeros((layers, experts), np.int32)
         self.tables = [SlotTable(n) for n in slots]
         self._flat_device = self.device.reshape(-1)
         self._flat_slot = self.slot.reshape(-1)
-        self._places: list[list[tuple[int, int] | None]] = [[None] * experts for _ in range(layers)]
+        self.routes = Table(self.device, self.slot, len(slots))
 
     @property
     def n_residents(self) -> int:
@@ -73,59 +57,17 @@ class Residency:
         self.tables[device].publish(slot, key)
         self._flat_device[key] = device
         self._flat_slot[key] = slot
-        self._set_place(key, (device, slot))
 
     def vacate(self, key: int) -> int:
         """An expert leaves; its slot, which is now reserved."""
         device, slot = int(self._flat_device[key]), int(self._flat_slot[key])
         self.tables[device].vacate(slot)
         self._flat_device[key] = ON_CPU
-        self._set_place(key, None)
         return slot
 
     def drop_device(self, device: int) -> int:
         """All experts of a device leave, and it has no slots any more.  How many there were."""
         keys = self.tables[device].residents()
         self._flat_device[keys] = ON_CPU
-        for key in keys.tolist():
-            self._set_place(key, None)
         self.tables[device] = SlotTable(0)
         return len(keys)
-
-    def route(self, layer: int, top_idx: np.ndarray) -> list[Routed]:
-        """What each device holds of a layer's routing top_idx (rows, top_k); devices that hold nothing are left out.
-
-        The hot path, once a layer: no loop over rows, and for one row none but over its ranks.
-        """
-        if len(top_idx) == 1:
-            return self._route_row(layer, top_idx[0].tolist())
-        where = self.device[layer].take(top_idx)  # (rows, top_k)
-        found = []
-        for device in range(len(self.tables)):
-            rows, ranks = (where == device).nonzero()
-            if len(rows):
-                found.append(Routed(device, self.slot[layer].take(top_idx[rows, ranks]), rows, ranks))
-        return found
-
-    def _route_row(self, layer: int, experts: list[int]) -> list[Routed]:
-        places = self._places[layer]
-        held: list[tuple[list[int], list[int]] | None] = [None] * len(self.tables)
-        for rank, expert in enumerate(experts):
-            place = places[expert]
-            if place is not None:
-                device, slot = place
-                mine = held[device]
-                if mine is None:
-                    held[device] = [slot], [rank]
-                else:
-                    mine[0].append(slot)
-                    mine[1].append(rank)
-        return [
-            Routed(device, np.array(mine[0], np.int32), np.zeros(len(mine[0]), np.int64), np.array(mine[1], np.int64))
-            for device, mine in enumerate(held)
-            if mine is not None
-        ]
-
-    def _set_place(self, key: int, place: tuple[int, int] | None) -> None:
-        layer, expert = divmod(key, self.device.shape[1])
-        self._places[layer][expert] = place

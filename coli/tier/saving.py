@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 
 from coli.errors import ColiError
 from coli.log import logger
-from coli.tier.cards import roam
 from coli.tier.heat import Heat
 from coli.tier.heatfile import HeatFile
+from coli.tier.sidethread import SideThread
 
 SAVE_EVERY_S = 300.0  # a crash loses at most so much heat; a save is a few milliseconds on a thread of its own
 
@@ -24,7 +24,7 @@ class HeatSaver:
     def __init__(self, heat: Heat, file: HeatFile | None) -> None:
         self._heat = heat
         self._file = file
-        self._thread = ThreadPoolExecutor(1, "coli-heat", roam)
+        self._thread = SideThread("coli-heat")
         self.under_way: tuple[np.ndarray, Future] | None = None
         self.save_at = time.monotonic() + SAVE_EVERY_S
         self._complaint = ""

@@ -241,7 +241,7 @@ def test_slot_is_not_readable_while_it_is_written(rng):
     thread = Thread(target=upload)
     thread.start()
     writing.wait()
-    while device._slot_state[3] == "empty":
+    while device._slots.state(3) == "empty":
         time.sleep(0.001)
     with pytest.raises(AssertionError, match="slot 3 is read; it is writing"):
         device.issue(0, [3], [0], rows(rng, 1, 128))
@@ -271,7 +271,7 @@ def exercise(device, slabs, spec, x):
         if handle is not None:
             attempt("ffn", device.ffn, handle, x)
     for slot in range(2):
-        if device._slot_state[slot : slot + 1] == ["written"]:
+        if slot < len(device._slots) and device._slots.state(slot) == "written":
             ticket = attempt("issue", device.issue, 0, [slot], [0], x)
             if ticket is not None:
                 attempt("take", device.take, ticket)
@@ -313,7 +313,8 @@ def test_dying_device_is_lost_for_ever(rng, n):
 
 def test_unknown_failure_is_refused():
     """A mistyped operation would be a failure that never comes, and a test that proves nothing."""
-    with pytest.raises(ValueError, match="'mathmul'.*alloc, upload, matmul, issue, take, mix, span, ask, answer, finish, die"):
+    known = "alloc, upload, matmul, issue, take, mix, span, ask, answer, finish, die"
+    with pytest.raises(ValueError, match=f"'mathmul'.*{known}"):
         FakeDevice(1, fail=[("mathmul", 1)])
 
 
@@ -434,7 +435,7 @@ def wrong_states():
         d.mix(mixer, state, 0, x, NO_TURNS, NO_TURNS)
 
     def of_an_arena_before(d, mixer, x):
-        state, spec = d.new_state(mixer), d._slab
+        state, spec = d.new_state(mixer), d._slots.slab
         d.open_arena(MIB, 0, spec)
         state.reach(5)
 

@@ -1,4 +1,4 @@
-"""Geometries that the fixtures do not have: wide heads, one expert, only one kind of layer, odd sizes; against numpy."""
+"""Geometries that no fixture has: wide heads, one expert, only one kind of layer, odd sizes; against numpy."""
 
 from __future__ import annotations
 

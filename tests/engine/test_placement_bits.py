@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 import pytest
+from engine.standins import ByLayer, MiB
 
 import coli
 from coli.devices.fake import FakeDevice
@@ -19,7 +20,6 @@ from coli.errors import PlacementError
 from coli.tier.promotion import Promotion
 from conftest import DATA, assert_same_bits
 
-MiB = 1 << 20
 LISTS = [
     "lmhead=0",
     "dnproj=0",
@@ -43,12 +43,6 @@ LISTS_OF_TWO = [
 ]
 MODELS = ["demo", "tiny-random", "tiny-textonly"]
 CONTEXT = 256  # keys and values of a long one would not leave the small cards here room for whole layers
-
-
-class ByLayer(FakeDevice):
-    """A device that takes layers, but no runs of them."""
-
-    span_bytes = None
 
 
 class Answer:

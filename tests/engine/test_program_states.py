@@ -12,6 +12,7 @@ import logging
 
 import numpy as np
 import pytest
+from engine.standins import CONTEXT, ByLayer, MiB, said
 
 import coli
 from coli.devices.base import DeviceError
@@ -20,15 +21,7 @@ from coli.engine.program import MixerOn
 from coli.placing import cpus_to_leave
 from conftest import assert_same_bits
 
-MiB = 1 << 20
-CONTEXT = 512
 IDS = np.random.default_rng(4).integers(0, 256, 400)
-
-
-class ByLayer(FakeDevice):
-    """A device that takes layers, but no runs of them."""
-
-    span_bytes = None
 
 
 @pytest.fixture(params=[ByLayer, FakeDevice])
@@ -36,35 +29,16 @@ def card(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def path(make_container):
-    return str(make_container("tiny-random"))
-
-
-@pytest.fixture(scope="module")
-def cpu(path):
-    with coli.load(path, devices="none", threads=2, context=CONTEXT) as model:
-        yield model
-
-
 @pytest.fixture
-def load(path):
+def load(load):
     """load(device) -> Model whose layers are all taken whole, closed at the end."""
-    models = []
 
     def made(device, **options):
-        models.append(coli.load(path, devices=[device], threads=2, context=CONTEXT, **options))
-        program = models[-1].engine.program
-        assert len(program.mixers) == models[-1].config.num_hidden_layers
-        return models[-1]
+        model = load(device, **options)
+        assert len(model.engine.program.mixers) == model.config.num_hidden_layers
+        return model
 
-    yield made
-    for model in models:
-        model.close()
-
-
-def said(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "coli.place" and r.levelno >= logging.WARNING]
+    return made
 
 
 def test_layer_with_all_its_matrices_on_a_device_is_one_step(load, cpu):

@@ -11,6 +11,7 @@ import random
 
 import numpy as np
 import pytest
+from engine.standins import ByLayer, MiB
 
 import coli
 from coli.devices.fake import FakeDevice
@@ -18,7 +19,6 @@ from coli.errors import PlacementError
 from coli.tier.promotion import Promotion
 from conftest import assert_same_bits
 
-MiB = 1 << 20
 CONTEXT = 256
 FAILURES = ("upload", "matmul", "issue", "take", "mix", "span", "ask", "answer", "finish", "alloc")
 PLACES = [
@@ -33,17 +33,6 @@ PLACES_OF_TWO = [
     "lmhead=1,dnproj=0:3+1:3,dnout=0:3+1:3,attnproj=0:1+1:1,shexp=0:3+1:3,experts=0+1",
     "lmhead=0,dnproj=0,dnout=0,attnproj=0,experts=0+1",
 ]
-
-
-class ByLayer(FakeDevice):
-    """A device that takes layers, but no runs of them."""
-
-    span_bytes = None
-
-
-@pytest.fixture(scope="module")
-def path(make_container):
-    return str(make_container("tiny-random"))
 
 
 @pytest.fixture(scope="module")

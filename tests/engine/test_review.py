@@ -1,4 +1,4 @@
-"""What ends badly: interrupts, errors in the middle, closing, memory that cannot be had, and what nobody holds any more."""
+"""What ends badly: interrupts, errors in the middle, closing, memory that cannot be had, what nobody holds any more."""
 
 from __future__ import annotations
 
@@ -172,7 +172,8 @@ def test_two_runners_of_one_team_compute_the_same(engine):
 
 def test_fewer_cpus_than_threads_is_refused(make_container):
     """A list of CPUs shorter than the team is an error, not a read behind its end."""
-    with Container.open(make_container("tiny-random")) as container, pytest.raises((ValueError, ColiError), match="1 CPUs"):
+    refused = pytest.raises((ValueError, ColiError), match="1 CPUs")
+    with Container.open(make_container("tiny-random")) as container, refused:
         Engine(container, threads=2, cpus=[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from engine.standins import MiB
 
 import coli
 from coli._core import step
@@ -12,14 +13,8 @@ from coli.devices.fake import FakeDevice
 from coli.engine.session import Engine
 from conftest import assert_same_bits
 
-MiB = 1 << 20
 IDS = np.random.default_rng(6).integers(0, 256, 300)
 TRUNK = "dnproj=0,dnout=0,attnproj=0,experts=cpu"
-
-
-@pytest.fixture(scope="module")
-def path(make_container):
-    return str(make_container("tiny-random"))
 
 
 @pytest.fixture(scope="module")

@@ -10,51 +10,17 @@ import logging
 
 import numpy as np
 import pytest
+from engine.standins import ByLayer, MiB, said
 
-import coli
 from coli._core import step
 from coli.devices.fake import FakeDevice
 from coli.engine.worker import Cancelled
 from conftest import assert_same_bits
 
-MiB = 1 << 20
-CONTEXT = 512
 IDS = np.random.default_rng(5).integers(0, 256, 400)
 LAYERS = 8
 EXPERTS_ONLY = ["CpuRun", "ExpertsOn", "CpuRun"]
 TRUNK = "lmhead=0,dnproj=0,dnout=0,attnproj=0,shexp=0"
-
-
-class ByLayer(FakeDevice):
-    """A device that takes layers, but no runs of them."""
-
-    span_bytes = None
-
-
-@pytest.fixture(scope="module")
-def path(make_container):
-    return str(make_container("tiny-random"))
-
-
-@pytest.fixture(scope="module")
-def cpu(path):
-    with coli.load(path, devices="none", threads=2, context=CONTEXT) as model:
-        yield model
-
-
-@pytest.fixture
-def load(path, tmp_path):
-    """load(*devices) -> Model, closed at the end."""
-    models = []
-
-    def made(*devices, **options):
-        heat = tmp_path / f"heat{len(models)}.json"
-        models.append(coli.load(path, devices=devices, threads=2, context=CONTEXT, heat=heat, **options))
-        return models[-1]
-
-    yield made
-    for model in models:
-        model.close()
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +51,6 @@ def spans(model) -> list[str]:
         else type(one).__name__
         for one in model.engine.program.steps
     ]
-
-
-def said(caplog, level: int = logging.WARNING) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "coli.place" and r.levelno >= level]
 
 
 def operations(device) -> set[str]:
@@ -299,6 +261,8 @@ def test_error_between_question_and_answer_abandons_the_run(load, cpu, experts):
     """The card is not left waiting, nothing stays open on another one, and the session goes on from its ids."""
     device = FakeDevice(64 * MiB)
     model = load(device, FakeDevice(64 * MiB, name="b"), place=f"{TRUNK},experts={experts}")
+    if experts == "1":  # some for the CPU, too
+        give_up(model.placed.tier, 1, model.placed.tier.residency.tables[1].residents()[::2])
     session, reference = model.session(), cpu.session()
     session.prefill(IDS[:20])
     reference.prefill(IDS[:20])

@@ -72,7 +72,9 @@ def test_device_that_is_not_looked_at_has_nothing_waiting():
 
 def test_uploads_wait_for_what_is_saved_up():
     """3 % of each step's seconds are saved; an upload starts when what it takes is there."""
-    exchange, _, _ = make()
+    exchange, heat, _ = make()
+    prompt(exchange, heat, [12, 13, 14, 15])
+    exchange.look([0])
     assert 0 == exchange.allowed()
     exchange.figures.uploaded(1e-3)
     started = 0
@@ -81,14 +83,19 @@ def test_uploads_wait_for_what_is_saved_up():
         n = exchange.allowed()
         exchange.started(n)
         started += n
-    assert 299 <= started <= 300
-    unlimited, _, _ = make(policy=Promotion(max_slowdown=math.inf))
+    assert 296 <= started <= 300  # they set out four at a time
+    unlimited, heat, _ = make(policy=Promotion(max_slowdown=math.inf))
+    assert 0 == unlimited.allowed(), "nobody waits"
+    prompt(unlimited, heat, [12, 13, 14, 15])
+    unlimited.look([0])
     assert EXPERTS < unlimited.allowed()
 
 
 def test_first_upload_is_one_to_find_out():
     """Without a warm start nobody knows what an upload takes: a single one shows it."""
-    exchange, _, _ = make()
+    exchange, heat, _ = make()
+    prompt(exchange, heat, [12, 13, 14, 15])
+    exchange.look([0])
     exchange.decoded(10e-3, TOP_K, 2, False, 0)
     assert 1 == exchange.allowed()
     exchange.started(1)

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coli.tier.promotion import Promotion, choose_swaps, save_up, uploads_before_first_token, uploads_now
+from coli.tier.promotion import (
+    Promotion,
+    choose_swaps,
+    most_saved_s,
+    save_up,
+    uploads_before_first_token,
+    uploads_now,
+)
 
 
 def swaps(heat, residents, candidates, n_free=0, **policy):
@@ -76,7 +83,7 @@ def test_decode_is_never_slowed_by_more_than_its_share(step_s, upload_s):
     policy, saved_s, spent_s = Promotion(), 0.0, 0.0
     for step in range(1, 4001):
         saved_s = save_up(saved_s, step_s, upload_s, policy)
-        n = uploads_now(saved_s, upload_s)
+        n = uploads_now(saved_s, most_saved_s(step_s, upload_s, policy), upload_s)
         saved_s -= n * upload_s
         spent_s += n * upload_s
         assert n * upload_s <= max(upload_s, 32 * 0.03 * step_s) * 1.0001
@@ -89,13 +96,21 @@ def test_quiet_time_is_not_saved_up_for_ever():
     saved_s = 0.0
     for _ in range(1000):
         saved_s = save_up(saved_s, 10e-3, 1e-4, Promotion())
-    assert 96 == uploads_now(saved_s * 1.0001, 1e-4)
+    assert 96 == uploads_now(saved_s * 1.0001, most_saved_s(10e-3, 1e-4, Promotion()), 1e-4)
 
 
 def test_unknown_upload_is_tried_once_and_unlimited_has_no_end():
     """None: one, to be measured.  An infinite budget: any number."""
-    assert (0, 1) == (uploads_now(0.0, None), uploads_now(1e-6, None))
-    assert uploads_now(math.inf, None) == uploads_now(math.inf, 1.0) > 10**6
+    assert (0, 1) == (uploads_now(0.0, 1.0, None), uploads_now(1e-6, 1.0, None))
+    assert uploads_now(math.inf, math.inf, None) == uploads_now(math.inf, math.inf, 1.0) > 10**6
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "most_s", "n"), [(3.5, 20, 0), (4.0, 20, 4), (7.9, 20, 7), (1.5, 2.5, 0), (2.2, 2.5, 2)]
+)
+def test_uploads_set_out_together(saved_s, most_s, n):
+    """Four or more at a time, so that steps without any show what a step takes; as many as fit the savings, if fewer."""
+    assert n == uploads_now(saved_s, most_s, 1.0)
 
 
 def wait_for(gains, *, step_s=11.4e-3, upload_s=0.25e-3, miss_s=24e-6, tokens=256, wait_s=0.1, stall_s=None):

@@ -9,6 +9,7 @@ Knows no model, no heat, no placement.  Imports of CUDA are in context.py and pr
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +20,7 @@ import numpy as np
 
 from coli.container.layout import MatrixLayout, SlabLayout, matrix_layout, slab_layout
 from coli.devices.base import (
+    Asked,
     DeviceError,
     LayerSpec,
     MatrixSpec,
@@ -38,6 +40,7 @@ from coli.devices.cuda.segments import SEGMENT_BYTES, SlotMemory
 from coli.devices.cuda.span import CudaSpan
 from coli.devices.cuda.spanplan import Head, Layer
 from coli.devices.cuda.spanrun import SpanRun
+from coli.devices.cuda.stream import Stream, Streamer
 from coli.devices.cuda.upload import Uploader
 from coli.devices.cuda.workspace import Workspace
 from coli.log import logger
@@ -96,6 +99,7 @@ class CudaDevice:
         self.index = card.index
         self.uuid: str | None = card.uuid
         self.pci_bus_id: str | None = card.pci_bus_id
+        self.driver: str | None = card.driver
         self._context: Context | None = None
         self._speed: tuple[float | None, float | None] | None = None
         self._forget()
@@ -115,6 +119,7 @@ class CudaDevice:
         self._open: list[Ticket | None] = [None, None]  # by lane
         self._workspace: Workspace | None = None  # of runs of whole layers
         self._spans: list[CudaSpan] = []
+        self._streamer: Streamer | None = None
         self._seats: dict[int, dict[int, int]] = {}  # layer -> expert -> address of its slot
 
     # ---- memory and speed --------------------------------------------------------------------------------
@@ -230,6 +235,8 @@ class CudaDevice:
     def _give_back(self) -> None:
         """Free the arena and all that hangs on it; the context stays."""
         context = self._context
+        if self._streamer is not None:
+            self._streamer.close()
         if context is not None and context.lost is None:
             context.set_current()
             if self._workspace is not None:
@@ -497,6 +504,30 @@ class CudaDevice:
         self._uploader.finish()
         return span.begin(parts, x, cos, sin, logit_rows)
 
+    def open_stream(self) -> None:
+        """Get ready for `begin_stream`: scratch slots, pinned staging, threads.  No batch is in a span.
+
+        Raises DeviceError and takes nothing.
+        """
+        if self._streamer is None:
+            context = self._opened()
+            if self._slab is None or self._workspace is None or not self._spans:
+                raise DeviceError(f"{self.name}: experts in passing without a span, or without their shape", "launch")
+            rows, top_k = (max(numbers) for numbers in zip(*((span.max_rows, span.top_k) for span in self._spans)))
+            self._streamer = Streamer(context, self._slab, rows, top_k, self._workspace)
+
+    def begin_stream(
+        self, run: SpanRun, asked: Asked, experts: np.ndarray, slabs: Sequence[np.ndarray]
+    ) -> Stream:  # fmt: skip
+        """Start experts of the layer that a run asks about, from host memory; `Stream.wait` must follow.
+
+        experts : int (n,), some of those asked for.   slabs : of each, uint8, read until `wait` has returned.
+        """
+        if self._streamer is None or self._workspace.open is not run:
+            raise DeviceError(f"{self.name}: experts in passing, and nobody is ready for them", "launch")
+        answers_at = self._workspace.mailbox.at("answers")
+        return self._streamer.begin(run.launch.rows.acts, answers_at, asked, experts, slabs)
+
     # ---- expert slots ------------------------------------------------------------------------------------
 
     def _elastic(self, context: Context) -> SlotMemory | None:
@@ -541,13 +572,19 @@ class CudaDevice:
 
     def issue(self, layer: int, slots: Sequence[int], rows_of: Sequence[int], x: np.ndarray) -> Ticket:
         """Start the experts of a layer: contribution i is slot slots[i] applied to x[rows_of[i]]."""
-        lane = self._lane(_EXPERTS)
-        slots, rows_of = np.asarray(slots, np.int32), np.asarray(rows_of, np.int32)
-        known = self._expert_graphs.get((len(slots), len(x)))
-        self._start_experts(lane, self._slab, self._slab_stride, known, slots, rows_of, self._arena.slot(0), x,
-                            self._expert_graphs)  # fmt: skip
-        self._open[_EXPERTS] = Ticket(_EXPERTS, (len(slots), self._slab.hidden_size))
-        return self._open[_EXPERTS]
+        lane, arena = self._lane(_EXPERTS), self._arena
+        if type(slots) is not array:  # the expert tier's are
+            slots, rows_of = array("i", slots), array("i", rows_of)
+        n, n_tokens = len(slots), len(x)
+        known = self._expert_graphs.get((n, n_tokens))
+        if known is not None and known[0] == lane.generation:  # the known case first, as in `matmul`
+            lane.issue(x, self._slab_stride, known[2], slots, rows_of, arena.slot(0), arena.slot_stride_bytes,
+                       arena.n_slots)  # fmt: skip
+        else:
+            self._start_experts(lane, self._slab, self._slab_stride, None, np.asarray(slots), np.asarray(rows_of),
+                                arena.slot(0), x, self._expert_graphs)  # fmt: skip
+        self._open[_EXPERTS] = ticket = Ticket(_EXPERTS, (n, self._slab.hidden_size))
+        return ticket
 
     def take(self, ticket: Ticket) -> np.ndarray:
         """Wait for a ticket: float32 (contributions, hidden), unweighted, in the order of ``issue``."""
@@ -565,7 +602,8 @@ class CudaDevice:
         if ticket is None:
             return
         try:
-            self._opened()
+            if self._context.lost is not None:
+                self._context.require_alive()
             answer = np.empty(ticket.shape, np.float32)
             self._lanes[which].take(answer)
             ticket.answer = answer
@@ -615,7 +653,8 @@ class CudaDevice:
 
     def _lane(self, which: int) -> Lane:
         """A lane with nothing under way: an open ticket's answer is fetched first."""
-        self._need_arena()
+        if self._arena is None:
+            self._need_arena()
         if self._context.lost is not None:
             self._context.require_alive()
         if self._open[which] is not None:
