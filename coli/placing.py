@@ -25,6 +25,7 @@ from coli.engine.bind import geometry
 from coli.engine.mixing import final_norm, layer_spec, matrix_spec, mixer_spec
 from coli.engine.program import Program
 from coli.engine.span import PlacedSpan
+from coli.engine.worker import Cancelled
 from coli.errors import PlacementError
 from coli.log import logger
 from coli.placement import (
@@ -133,8 +134,7 @@ class Placed:
     def close(self) -> None:
         """Say what the tier did, save heat, end uploads, give the devices back."""
         with contextlib.ExitStack() as rest:  # in reverse order, and each whatever the one before it raised
-            for device in self.devices:
-                rest.callback(device.close)
+            rest.callback(_close_all, self.devices)
             if self.tier is not None:
                 rest.callback(self.tier.close)
                 for line in self.summary():
@@ -165,13 +165,20 @@ def place_model(
     try:
         return _place(container, engine, found, wanted, allowance, heat, team_is_given)
     except BaseException:
-        engine.on_thread(lambda: [device.close() for device in found])  # where their contexts are
+        engine.on_thread(lambda: _close_all(found))  # where their contexts are
         raise
 
 
+def _close_all(devices: Sequence[Device]) -> None:
+    """Each, whatever the one before it raised."""
+    with contextlib.ExitStack() as rest:
+        for device in devices:
+            rest.callback(device.close)
+
+
 def _place(
-    container: Container, engine: Engine, found: list[Device], wanted: str, allowance: int | str, heat: str | Path | None,
-    team_is_given: bool,
+    container: Container, engine: Engine, found: list[Device], wanted: str, allowance: int | str,
+    heat: str | Path | None, team_is_given: bool,
 ) -> Placed:
     shape = ModelShape.from_container(container)
     heat_file = _heat_file(container, heat, bool(found))
@@ -186,14 +193,14 @@ def _place(
     if not team_is_given:
         n_free = len(os.sched_getaffinity(0)) - len(engine.cpus) if hasattr(os, "sched_getaffinity") else 0
         n_left = cpus_to_leave(engine.team.n_threads, n_free, found)
-    probe = _figures(engine, found, wanted, n_left)
-    placing = _Placing(container, engine, shape, found, wanted, allowance, counts, probe)
-    placed = engine.on_thread(lambda: placing.run(heat_file))
-    engine.program = placed.program
-    if n_left:
+    if n_left:  # first, for the team that computes beside a card is the one to measure
         engine.leave_cpus(n_left)
         logger("threads").info("%d threads: %d CPUs are left to uploads and the card's driver",
                                engine.team.n_threads, n_left)  # fmt: skip
+    probe = _figures(engine, found, wanted)
+    placing = _Placing(container, engine, shape, found, wanted, allowance, counts, probe)
+    placed = engine.on_thread(lambda: placing.run(heat_file))
+    engine.program = placed.program
     return placed
 
 
@@ -207,14 +214,13 @@ def cpus_to_leave(threads: int, n_free: int, devices: Sequence[Device]) -> int:
     return min(max(0, wanted - n_free), threads // 4)
 
 
-def _figures(engine: Engine, devices: Sequence[Device], place: str, n_left: int) -> Probe | None:
-    """What the devices and the team (less ``n_left`` threads) take for a step; None where a device has no figures."""
+def _figures(engine: Engine, devices: Sequence[Device], place: str) -> Probe | None:
+    """What the devices and the engine's team take for a step; None where a device has no figures."""
     from coli.probing import machine_figures
 
-    cpus = engine.cpus[: len(engine.cpus) - n_left] or None
     return machine_figures(
-        devices, engine.team.n_threads - n_left, cpus, settings.get("isa"),
-        anyway=place == "auto:time", on_thread=engine.on_thread,
+        devices, engine.team.n_threads, engine.cpus or None, settings.get("isa"), anyway=place == "auto:time",
+        beside=engine,
     )  # fmt: skip
 
 
@@ -300,6 +306,16 @@ class _Placing:
         return made
 
     def run(self, heat_file: HeatFile | None) -> Placed:
+        """Decide, upload and bind.  What raises here leaves no thread behind; the devices are the caller's to close."""
+        with contextlib.ExitStack() as undo:
+            placed = self._run(heat_file, undo)
+            if self.engine._thread.job.cancelled:
+                raise Cancelled  # interrupted: nobody waits for what was made, so nobody would close it
+            undo.pop_all()
+        return placed
+
+    def _run(self, heat_file: HeatFile | None, undo: contextlib.ExitStack) -> Placed:
+        """`run`; what has to be undone where a later piece raises is put on ``undo``."""
         facts = self.facts()
         if isinstance(self.allowance, int):
             for i, fact in enumerate(facts):
@@ -341,6 +357,7 @@ class _Placing:
             # an allowance by hand may leave nothing over; what it leaves beyond the usual reserve is for others
             keep_free_bytes=[min(f.reserve_bytes, default_reserve_bytes(f.free_bytes)) for f in now],
         )  # fmt: skip
+        undo.callback(tier.close)
         tier.warm_start()
         self._unmap(residents, tier)
         mixers = self._mixers(residents)

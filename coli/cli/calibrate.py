@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.decode_tokens > HALF_LIFE_TOKENS // 2:
         raise RequestError(
-            f"--decode-tokens is {args.decode_tokens}; --calibrate takes at most {HALF_LIFE_TOKENS // 2}: what experts were "
-            "chosen is read from counts that are halved after twice as many", "decode_tokens",
+            f"--decode-tokens is {args.decode_tokens}; --calibrate takes at most {HALF_LIFE_TOKENS // 2}: what experts "
+            "were chosen is read from counts that are halved after twice as many", "decode_tokens",
         )  # fmt: skip
     trial = _Trial(args, devices)
     try:
@@ -225,14 +225,18 @@ class _Trial:
                 from coli.probing import machine_figures
 
                 engine = model.engine
-                self.alone = machine_figures([], engine.team.n_threads, engine.cpus or None, settings.get("isa"))
+                self.alone = machine_figures(
+                    [], engine.team.n_threads, engine.cpus or None, settings.get("isa"), beside=engine
+                )
             alone = plan(shape, [], probe=self.alone, context=model.context, position=position)
             return alone.predicted_ms_per_token / 1e3
-        chosen = (_Seen(model).counts - before.counts) / n
-        seen = predict_seen(
-            made, self.probe, chosen=chosen.tolist(), resident=before.resident.tolist(), position=position
-        )
-        return seen.ms_per_token / 1e3
+        after = _Seen(model)
+        chosen = ((after.counts - before.counts) / n).tolist()
+        seen = [  # experts change places meanwhile: with those of the beginning, and with those of the end
+            predict_seen(made, self.probe, chosen=chosen, resident=resident.tolist(), position=position).ms_per_token
+            for resident in (before.resident, after.resident)
+        ]
+        return sum(seen) / len(seen) / 1e3
 
     def record(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Everything as JSON types."""

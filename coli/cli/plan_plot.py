@@ -20,16 +20,17 @@ _GIB = 1 << 30
 _COLOURS = {
     "lmhead": "#0072B2", "dnproj": "#009E73", "dnout": "#66C2A4", "attnproj": "#CC79A7", "shexp": "#E69F00",
     "experts": "#56B4E9", "layers": "#999999", "rest": "#BBBBBB", "context": "#D55E00", "hops": "#444444",
-    "left": "#FFFFFF", "held": "#E6E6E6",
+    "token": "#777777", "left": "#FFFFFF", "held": "#E6E6E6",
 }  # fmt: skip
 _NAMES = {
     "lmhead": "lm_head", "dnproj": "DeltaNet in", "dnout": "DeltaNet out", "attnproj": "attention",
     "shexp": "shared experts", "experts": "routed experts", "layers": "fixed cost of layers",
-    "rest": "router, norms, embedding", "context": "keys, values, state", "hops": "ways to cards", "left": "left", "held": "held back",
+    "rest": "router, norms, embedding", "context": "keys, values, state", "hops": "ways to cards",
+    "token": "fixed cost of a token", "left": "left", "held": "held back",
 }  # fmt: skip
 _CPU = "#C4C4C4"
 _DEVICES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
-_INK = {"lmhead", "dnproj", "context", "hops", "layers"}  # colours that white text is read on
+_INK = {"lmhead", "dnproj", "context", "hops", "layers", "token"}  # colours that white text is read on
 _LABEL_SHARE = 0.045  # of a bar's length; a shorter piece is named by the legend alone
 
 
@@ -162,7 +163,7 @@ def _alternatives(plan: Plan) -> list[tuple[str, float]]:
 def _draw_time(axes: Any, plan: Plan) -> None:
     """A token's milliseconds by component."""
     shown: set[str] = set()
-    order = (*COMPONENTS, "experts", "context", "rest", "layers", "hops")
+    order = (*COMPONENTS, "experts", "context", "rest", "layers", "hops", "token")
     _stack(axes, 0, {name: plan.prediction.us.get(name, 0.0) / 1e3 for name in order}, shown)
     _label_pieces(axes, "{:.2f}")
     axes.set_yticks([0], ["this plan"])

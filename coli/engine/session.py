@@ -104,6 +104,9 @@ class Engine:
     threads, cpus : team size, and the CPU each worker is pinned to (None: unpinned).
     context : positions a session may hold; at most the model's max_position_embeddings.
     isa : kernel path, None for the best.
+    beside : another engine, whose thread, team and kernel path this one uses instead of its own; it must outlive this
+        one.  Two teams would be more threads than cores, which OpenMP answers by letting all of them sleep between
+        regions.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Engine:
         cpus: Ids[int] | None = None,
         context: int | None = None,
         isa: str | None = None,
+        beside: Engine | None = None,
     ) -> None:
         config = container.config
         limit = config.max_position_embeddings
@@ -124,11 +128,16 @@ class Engine:
         self.vocab_size = config.vocab_size
         self.context = context if context is not None else min(DEFAULT_CONTEXT, limit)
         self._rope = RopeTable(config.rotary_dim, config.rope_theta, self.context)
-        self._net = bind_network(container, choose_isa(isa))
+        self._net = bind_network(container, choose_isa(isa) if beside is None else beside._net.isa)
         self.program = Program(config)
         self._keeper = StateKeeper()
-        self._thread = EngineThread()
         self._padded_vocab = -(-self.vocab_size // 16) * 16
+        self._is_guest = beside is not None
+        if beside is not None:
+            self._thread, self.team, self.cpus = beside._thread, beside.team, beside.cpus
+            self._thread.call(self._settle)
+            return
+        self._thread = EngineThread()
         try:
             self._thread.call(self._start, threads or (len(cpus) if cpus else 1), cpus)
         except BaseException:
@@ -143,9 +152,13 @@ class Engine:
                 "another library changed this process's floating point mode (rounding, or subnormals flushed to "
                 "zero); load coli before it, or without it"
             )
+        self.cpus = tuple(cpus or ())
+        self._settle(job)
+
+    def _settle(self, job: Job) -> None:
+        """On the engine thread: a runner on the team."""
         self._runner = step.Runner(self._net, self.team)
         self.thread_map = self.team.map()
-        self.cpus = tuple(cpus or ())
 
     def leave_cpus(self, n: int) -> None:
         """Go on without the last n threads of the team, whose CPUs others need: uploads, a card's driver."""
@@ -352,5 +365,6 @@ class Engine:
         }
 
     def close(self) -> None:
-        """End the engine thread.  Sessions of this engine cannot be used afterwards."""
-        self._thread.close()
+        """End the engine thread, where it is this engine's.  Sessions of this engine cannot be used afterwards."""
+        if not self._is_guest:
+            self._thread.close()

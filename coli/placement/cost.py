@@ -38,7 +38,8 @@ class Prediction:
 
     us : by a component's name; "experts" (shared expert included); "rest", the small matrices; "context", keys, values
         and state; "layers", what a layer costs whatever it reads; "hops", the ways to cards and back that no matrix has
-        of its own.  What nothing takes is left out, but for the components.
+        of its own; "token", what a token costs whatever its layers do.  What nothing takes is left out, but for the
+        components.
     """
 
     us: Mapping[str, float]
@@ -138,7 +139,10 @@ class CostModel:
 
     def in_span_us(self, item: Component, device: int) -> float:
         """A component in a layer, or behind the last one, that a card takes whole."""
-        return self.speeds.devices[device].matrix.transfer_us(item.bytes)
+        speeds = self.speeds.devices[device]
+        if item.layer is None and speeds.span.head_gb_s is not None:
+            return item.bytes / (speeds.span.head_gb_s * 1e3)
+        return speeds.matrix.transfer_us(item.bytes)
 
     def layer_us(self, kind: str, device: int | None) -> dict[str, float]:
         """What a layer takes besides components and experts, by part: on the CPU, or on a card that takes it whole."""
@@ -257,10 +261,11 @@ class CostModel:
             "layers": self.shape.layers * self.speeds.cpu.layer_us,
             "rest": matrix.transfer_us(self.shape.rest_bytes),
             "context": matrix.transfer_us(self._kv_bytes) + self.speeds.cpu.state_us(2 * self.shape.state_bytes),
+            "token": self.speeds.cpu.token_us,
         }
         for layer, device in spans.items():
             here, there = (self.layer_us(self.mixers[layer].kind, one) for one in (None, device))
-            for part in us:
+            for part in here:
                 us[part] += there[part] - here[part]
         us["hops"] = self.hops_us(map(spans.get, range(self.shape.layers))) if spans else 0.0
         # Sums of differences end beside zero, not on it.

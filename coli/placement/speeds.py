@@ -43,9 +43,12 @@ class SpanSpeed:
 
     deltanet_us, attention_us : what a layer takes besides reading its weights and its context: norms, router, the
         starts of its kernels.
-    hop_us : the way into a run of layers and out of it.
-    ask_us : what the host's answer costs in a layer in which the card lacks an expert; the host's work apart.
+    hop_us : the way into a run of layers and out of it, with what the host writes down of it.
+    ask_us : from the router's choice to the host's answer in a layer in which the card lacks an expert, the host's work
+        apart; meanwhile the card computes what it has.
     kv_gb_s : what it reads of keys and values, in GB/s (10**9).
+    head_gb_s : what it reads of lm_head behind the last layer, the logits' way to the host included, in GB/s (10**9);
+        None: as fast as any matrix.
     kinds : the layers that it may take, by the name of their first projection.
     """
 
@@ -54,12 +57,14 @@ class SpanSpeed:
     hop_us: float
     ask_us: float
     kv_gb_s: float
+    head_gb_s: float | None = None
     kinds: tuple[str, ...] = LAYER_KINDS
 
     def __post_init__(self) -> None:
         times = (self.deltanet_us, self.attention_us, self.hop_us, self.ask_us)
-        if not all(0 <= us < float("inf") for us in times) or not 0 < self.kv_gb_s < float("inf"):
-            raise PlacementError(f"a span's speed of {times} us and {self.kv_gb_s} GB/s; expected positive numbers")
+        speeds = (self.kv_gb_s, self.kv_gb_s if self.head_gb_s is None else self.head_gb_s)
+        if not all(0 <= us < float("inf") for us in times) or not all(0 < gb_s < float("inf") for gb_s in speeds):
+            raise PlacementError(f"a span's speed of {times} us and {speeds} GB/s; expected positive numbers")
 
     def layer_us(self, kind: str) -> float:
         """The fixed cost of a layer.   kind : one of LAYER_KINDS."""
@@ -81,6 +86,7 @@ class CpuSpeeds:
 
     region_us : a region of the team, which every step on a card makes one more of.
     layer_us : what a layer takes besides reading its weights and its context: norms, barriers.
+    token_us : what a token takes besides its layers: from the caller to the team and back.
     state_gb_s : recurrent state that it moves on, read and written, in GB/s (10**9); None: as fast as it reads.
     """
 
@@ -89,11 +95,13 @@ class CpuSpeeds:
     region_us: float = 0.0
     layer_us: float = 0.0
     state_gb_s: float | None = None
+    token_us: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(0 <= us < float("inf") for us in (self.region_us, self.layer_us)):
+        if not all(0 <= us < float("inf") for us in (self.region_us, self.layer_us, self.token_us)):
             raise PlacementError(
-                f"a region of {self.region_us} us, a layer of {self.layer_us}; expected positive numbers"
+                f"a region of {self.region_us} us, a layer of {self.layer_us}, a token of {self.token_us}; "
+                "expected positive numbers"
             )
         if self.state_gb_s is not None and not 0 < self.state_gb_s < float("inf"):
             raise PlacementError(f"a state that moves at {self.state_gb_s} GB/s; expected a positive number")

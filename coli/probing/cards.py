@@ -1,25 +1,37 @@
-"""A card as the engine will use it: products, expert groups and whole layers, through the Device interface.
+"""A card as the engine will use it: products, expert groups and whole layers.
 
-What is timed is a call from host memory to host memory, as a step of the program makes it.  Sizes are those of a real
-layer where they fit, and each call reads other weights than the last, as much as a card's cache can be expected to hold
-or more.  The card is closed at the end: nothing stays on it.
+What is timed is a call from host memory to host memory, as a step of the program makes it; groups of experts by way of
+the tier.  What a token costs besides its layers, and a question to the host besides its answer, is taken from whole
+tokens of an engine that has the samples on the card: from what these take, all that is known otherwise is subtracted.
+Sizes are those of a real layer where they fit, and each call reads other weights than the last, as much as a card's
+cache can be expected to hold or more.  The card is closed at the end: nothing stays on it.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 
+from coli._core import step
 from coli.container.layout import ALIGN_BYTES, round_up
 from coli.devices.base import Device, SlabSpec, SpanPart
-from coli.engine.mixing import layer_spec, matrix_spec, mixer_spec
+from coli.engine.mixing import final_norm, layer_spec, matrix_spec, mixer_spec
+from coli.engine.program import Program
 from coli.engine.rope import RopeTable
-from coli.placement import SpanSpeed, Speed, Speeds
+from coli.engine.session import Engine
+from coli.engine.span import PlacedSpan
+from coli.placement import CpuSpeeds, SpanSpeed, Speed, Speeds
 from coli.probing.samples import FULL_WIDTH, N_DELTANET, N_LAYERS, Samples, large_matrix, sample_bytes, samples_for
 from coli.probing.timing import MOST_CALLS, fitted, time_us
+from coli.tier.expert_tier import ExpertTier
+from coli.tier.heat import Heat
+from coli.tier.promotion import Promotion
 
 _SHARE = 2  # of the free memory a half is asked for
 _FEW = 2  # experts of the smaller group
@@ -30,16 +42,27 @@ _PROJECTIONS = {
 }
 
 
-def measure_card(device: Device) -> tuple[Speeds, float]:
-    """The figures of a card, and one round trip in us.  Opens its arena and closes the card.
+def measure_card(device: Device, beside: Engine, cpu: CpuSpeeds) -> tuple[Speeds, float, float]:
+    """The figures of a card, one round trip in us, and the seconds that it took from the open arena on: before it a
+    driver starts, and kernels may be compiled.  Closes the card.
 
+    beside : the engine with whose thread and team the card will work.   cpu : what that team takes.
     Raises DeviceError where the card does not do what it is asked.
     """
     samples = samples_for(device.free_bytes() // _SHARE)
+    bench = None
     try:
-        return _Bench(device, samples).measure()
+        bench = beside.on_thread(lambda: _Bench(device, samples))
+        start = time.perf_counter()
+        figures, round_trip_us = beside.on_thread(bench.measure)
+        if getattr(device, "span", None) is not None:
+            spans = beside.on_thread(lambda: _Spans(bench, figures))
+            figures = replace(figures, span=spans.measure(beside, cpu))
+        return figures, round_trip_us, time.perf_counter() - start + bench.seconds
     finally:
-        device.close()
+        if bench is not None:
+            bench.tier.close()
+        beside.on_thread(device.close)
         samples.close()
 
 
@@ -57,19 +80,31 @@ class _Bench:
             slabs.format, slabs.hidden_size, slabs.intermediate_size, slabs.stride_bytes, slabs.gate_offset,
             slabs.up_offset, slabs.down_offset,
         )  # fmt: skip
-        n_slots = N_LAYERS * self.config.num_experts
+        n_slots, per_layer = N_LAYERS * self.config.num_experts, self.config.num_experts
         # Everything but the slots, each upload rounded up to its alignment.
         resident_bytes = sample_bytes(samples) - n_slots * slabs.stride_bytes + 8 * N_LAYERS * ALIGN_BYTES
         device.open_arena(round_up(resident_bytes + self._large_extra()), n_slots, self.slab)
-        for slot in range(n_slots):
-            at = slot % self.config.num_experts * slabs.stride_bytes
-            device.write_slot(slot, slabs.data[at : at + slabs.stride_bytes])
-        self.large = device.upload(matrix_spec(large_matrix(samples)))
+        start = time.perf_counter()
+        experts = slabs.data[: per_layer * slabs.stride_bytes].reshape(per_layer, slabs.stride_bytes)
+        homes = [divmod(key, per_layer) for key in range(n_slots)]
+        heat, nobody_moves = Heat(N_LAYERS, per_layer, self.top_k), Promotion(every_tokens=sys.maxsize)
+        self.tier = ExpertTier(
+            [experts] * N_LAYERS, [device], [n_slots], [homes], heat=heat, promotion=nobody_moves
+        )
+        residency = self.tier.residency
+        for key in range(n_slots):
+            slot = residency.tables[0].reserve()
+            device.write_slot(slot, experts[key % per_layer])
+            residency.publish(0, slot, key)
+        large = large_matrix(samples)
+        self.large_rows, self.large_bytes = large.rows, large.n_blocks * large.block_bytes
+        self.large = device.upload(matrix_spec(large))
         self.tiny = device.upload(matrix_spec(samples.matrix("lm_head")))
         self.projections = [
             [device.upload(matrix_spec(samples.matrix(f"layers.{layer}.{name}"))) for name in _PROJECTIONS[kind]]
             for layer, kind in enumerate(self.config.layer_types)
         ]
+        self.seconds = time.perf_counter() - start  # since the arena was open
 
     def _large_extra(self) -> int:
         """What the large matrix takes beyond a byte for each weight."""
@@ -77,25 +112,20 @@ class _Bench:
         return large.n_blocks * large.block_bytes - large.rows * large.cols
 
     def measure(self) -> tuple[Speeds, float]:
-        """All figures."""
+        """The figures of products and groups, and a round trip in us."""
         round_trip_us = time_us(self._product(cycle([self.tiny])))
         outs = [layer[1] for layer in self.projections]
         small = self.samples.matrix("layers.0.linear_attn.out_proj")
-        large = large_matrix(self.samples)
         matrix = fitted(
             (small.n_blocks * small.block_bytes, time_us(self._product(cycle(outs)))),
-            (large.n_blocks * large.block_bytes, time_us(self._product(cycle([self.large])))),
+            (self.large_bytes, time_us(self._product(cycle([self.large])))),
         )
         slab_bytes = self.slab.slab_bytes
         experts = fitted(
             (_FEW * slab_bytes, time_us(self._group(_FEW))),
             (self.top_k * slab_bytes, time_us(self._group(self.top_k))),
         )
-        matrix_speed, experts_speed = Speed(*matrix), Speed(*experts)
-        span = None
-        if getattr(self.device, "span", None) is not None:
-            span = _Spans(self, matrix_speed, experts_speed).measure()
-        return Speeds(matrix_speed, experts_speed, span), round_trip_us
+        return Speeds(Speed(*matrix), Speed(*experts)), round_trip_us
 
     def _product(self, handles: Iterator[Any]) -> Callable[[], None]:
         cols = {id(self.tiny): self.config.hidden_size, id(self.large): self.config.hidden_size}
@@ -108,14 +138,22 @@ class _Bench:
 
         return call
 
+    def lose(self, experts: range) -> None:
+        """These experts of every layer are in no slot any more."""
+        per_layer = self.config.num_experts
+        for layer in range(N_LAYERS):
+            for expert in experts:
+                self.tier.residency.tables[0].release(self.tier.residency.vacate(layer * per_layer + expert))
+                self.device.seat(layer, expert, None)
+
     def _group(self, n: int) -> Callable[[], None]:
         x = self.draw.standard_normal((1, self.config.hidden_size)).astype(np.float32)
-        firsts = cycle(range(0, N_LAYERS * self.top_k, self.top_k))
-        rows_of = [0] * n
+        layers = cycle(range(N_LAYERS))
+        chosen, external = np.arange(n, dtype=np.int32)[None], np.empty((1, n), np.uint8)
 
         def call() -> None:
-            first = next(firsts)
-            self.device.take(self.device.issue(0, range(first, first + n), rows_of, x))
+            for group in self.tier.issue(next(layers), chosen, x, external):
+                self.tier.take(group)
 
         return call
 
@@ -123,9 +161,9 @@ class _Bench:
 class _Spans:
     """Runs of whole layers on a card, all of whose experts are seated: every token chooses every expert of a layer."""
 
-    def __init__(self, bench: _Bench, matrix: Speed, experts: Speed) -> None:
+    def __init__(self, bench: _Bench, figures: Speeds) -> None:
         self.bench = bench
-        self.matrix, self.experts = matrix, experts
+        self.matrix = figures.matrix
         device, samples = bench.device, bench.samples
         self.device = device
         self.mixers, self.layers = [], []
@@ -138,7 +176,7 @@ class _Spans:
             handle = device.upload_slab(shared.name, spec, shared.data[: shared.stride_bytes])
             self.mixers.append(device.mixer(mixer_spec(samples, layer), *bench.projections[layer]))
             self.layers.append(device.layer(layer, self.mixers[layer], handle, layer_spec(samples, layer)))
-        self._seat(range(bench.config.num_experts), seated=True)
+        self._seat(range(bench.config.num_experts))
         config = bench.config
         self.long = _LONG * config.hidden_size // FULL_WIDTH
         rope = RopeTable(config.rotary_dim, config.rope_theta, self._positions)
@@ -148,23 +186,47 @@ class _Spans:
             kind: sum(samples.matrix(f"layers.{i}.{name}").data.nbytes for name in _PROJECTIONS[kind])
             for i, kind in ((0, "linear_attention"), (N_DELTANET, "full_attention"))
         }
-        self.slab_us = experts.transfer_us(bench.slab.slab_bytes)
+        self.slab_us = figures.experts.transfer_us(bench.slab.slab_bytes)
         shared_bytes = samples.slabs("layers.0.mlp.shared_expert").stride_bytes
-        self.shared_us = matrix.transfer_us(shared_bytes)
+        self.shared_us = self.matrix.transfer_us(shared_bytes)
 
     @property
     def _positions(self) -> int:
         """Room for what is looked back on and for all tokens that are timed."""
         return self.long + MOST_CALLS + 2
 
-    def _seat(self, experts: range, *, seated: bool) -> None:
+    def _seat(self, experts: range) -> None:
         per_layer = self.bench.config.num_experts
         for layer in range(N_LAYERS):
             for expert in experts:
-                self.device.seat(layer, expert, layer * per_layer + expert if seated else None)
+                self.device.seat(layer, expert, layer * per_layer + expert)
 
-    def measure(self) -> SpanSpeed:
-        """A run of half as many layers and of all, of one kind; then with an expert missing in each; then far on."""
+    def measure(self, beside: Engine, cpu: CpuSpeeds) -> SpanSpeed:
+        """All figures of whole layers."""
+        span = beside.on_thread(self._layers_alone)
+        engine = Engine(self.bench.samples, beside=beside, context=self._positions)
+        try:
+            engine.program = beside.on_thread(self._program)
+            token_us = self._step_us(engine)
+            beside.on_thread(lambda: self.bench.lose(range(1)))
+            asking_us = self._step_us(engine)
+            answer_us = beside.on_thread(lambda: self._answer_us(engine))
+        finally:
+            engine.close()
+        kinds = self.bench.config.layer_types
+        layers_us = sum(
+            self._read_us(kind) + (span.deltanet_us if kind == "linear_attention" else span.attention_us)
+            for kind in kinds
+        )
+        return replace(
+            span,
+            hop_us=max(0.0, token_us - layers_us - cpu.token_us),
+            # The question took the place of the experts: what the card has it computes while the host answers.
+            ask_us=max(0.0, (asking_us - token_us) / len(kinds) - answer_us + self._experts_us),
+        )
+
+    def _layers_alone(self) -> SpanSpeed:
+        """A run of half as many layers and of all, of one kind; then far on, and with a head behind."""
         half = N_DELTANET // 2
         few_us, many_us = (self._token_us(range(n)) for n in (half, N_DELTANET))
         layer_us = (many_us - few_us) / half
@@ -172,19 +234,56 @@ class _Spans:
         attention = range(N_DELTANET, N_LAYERS)
         near_us, far_us = (self._token_us(attention, position) for position in (1, self.long))
         attention_us = (near_us - hop_us) / len(attention)
-        self._seat(range(1), seated=False)
-        asking_us = self._token_us(range(N_DELTANET))
-        config = self.bench.config
+        head = self.device.head(final_norm(self.bench.samples), self.bench.large)
+        head_us = max(self._token_us(range(N_DELTANET), head=head) - many_us, 0.0)
+        config, large_bytes = self.bench.config, self.bench.large_bytes
         kv_bytes = len(attention) * (self.long - 1) * 2 * 2 * config.num_key_value_heads * config.head_dim
         kv_us = max(far_us - near_us, self.matrix.transfer_us(kv_bytes))
         return SpanSpeed(
             deltanet_us=max(0.0, layer_us - self._read_us("linear_attention")),
             attention_us=max(0.0, attention_us - self._read_us("full_attention")),
             hop_us=hop_us,
-            # an expert less on the card, and a question to the host
-            ask_us=max(0.0, (asking_us - many_us) / N_DELTANET + self.slab_us),
+            ask_us=0.0,
             kv_gb_s=kv_bytes / kv_us / 1e3,
+            head_gb_s=large_bytes / max(head_us, self.matrix.transfer_us(large_bytes)) / 1e3,
         )
+
+    def _program(self) -> Program:
+        """All layers of the samples in one run on the card, their experts by the tier."""
+        mixers = {layer: (self.device, mixer) for layer, mixer in enumerate(self.mixers)}
+        span = PlacedSpan(self.device, self.device.span(self.layers), 0, N_LAYERS, False)
+        return Program(self.bench.config, {}, self.bench.tier, mixers, [span])
+
+    @staticmethod
+    def _step_us(engine: Engine) -> float:
+        """A token of the engine, from its caller and back."""
+        session = engine.session()
+        session.step(1)
+        try:
+            return time_us(lambda: session.step(1))
+        finally:
+            session.close()
+
+    @staticmethod
+    def _answer_us(engine: Engine) -> float:
+        """What the host computes where one expert is missing, in one layer after the other, again and again."""
+        runner, config = engine._runner, engine.config
+        sequence = step.Sequence(engine._net, 64)
+        runner.begin([(sequence, 1)], np.zeros(1, np.int32), engine._rope.cos, engine._rope.sin)
+        x = np.ones((1, config.hidden_size), np.float32)
+        chosen = np.arange(config.num_experts_per_tok, dtype=np.int32)[None]
+        external = (chosen > 0).astype(np.uint8)
+
+        def call() -> None:
+            for layer in range(N_LAYERS):
+                runner.moe(layer, x, chosen, external, False)
+
+        return time_us(call) / N_LAYERS
+
+    @property
+    def _experts_us(self) -> float:
+        """What the experts of a layer take on the card, at the speeds that a prediction counts with."""
+        return self.bench.top_k * self.slab_us + self.shared_us
 
     def _read_us(self, kind: str) -> float:
         """What a layer of the samples reads, at the speeds that a prediction counts with."""
@@ -194,15 +293,17 @@ class _Spans:
         us = self.matrix.transfer_us(self.fixed[kind] + shape.rest_bytes / N_LAYERS)
         if kind == "linear_attention":
             us += self.matrix.transfer_us(2 * shape.state_bytes / N_DELTANET)
-        return us + self.bench.top_k * self.slab_us + self.shared_us
+        return us + self._experts_us
 
-    def _token_us(self, layers: range, position: int = 0) -> float:
-        """One token through a run of layers behind ``position`` others; the host answers at once, with nothing."""
-        span = self.device.span([self.layers[i] for i in layers])
+    def _token_us(self, layers: range, position: int = 0, head: Any = None) -> float:
+        """One token through a run of layers behind ``position`` others, to its logits where there is a head; the host
+        answers at once, with nothing."""
+        span = self.device.span([self.layers[i] for i in layers], head)
         states = [self.device.new_state(self.mixers[i]) for i in layers]
         hidden, top_k = self.bench.config.hidden_size, self.bench.top_k
         x = self.bench.draw.standard_normal((max(position, 1), hidden)).astype(np.float32)
         out, nothing = np.empty((1, hidden), np.float32), np.zeros((top_k, hidden), np.float32)
+        logits = None if head is None else np.empty((1, self.bench.large_rows), np.float32)
         slot_of = np.zeros((max(position, 1), top_k), np.int32)
         at = 0
         for state in states:
@@ -211,11 +312,12 @@ class _Spans:
         def run(rows: np.ndarray, x_out: np.ndarray | None) -> None:
             nonlocal at
             part = SpanPart(0, len(rows), at, states)
-            going = self.device.begin_span(span, [part], rows, self.cos, self.sin)
+            wanted = range(0 if logits is None else 1)
+            going = self.device.begin_span(span, [part], rows, self.cos, self.sin, wanted)
             try:
                 while going.ask() is not None:
                     going.answer(nothing, slot_of[: len(rows)], None)
-                going.finish(x_out, None)
+                going.finish(x_out if logits is None else None, logits)
             except BaseException:
                 going.abandon()
                 raise

@@ -6,8 +6,10 @@ and kept as long as the object lives.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import coli
@@ -15,6 +17,10 @@ from coli.devices.base import Device, DeviceError
 from coli.log import logger
 from coli.placement import CpuSpeeds, Probe, Speed, Speeds
 from coli.probing import store
+from coli.probing.trim import give_memory_back
+
+if TYPE_CHECKING:
+    from coli.engine.session import Engine
 
 _log = logger("probe")
 _of_objects: WeakKeyDictionary[Device, Speeds] = WeakKeyDictionary()
@@ -27,23 +33,40 @@ def machine_figures(
     isa: str | None = None,
     *,
     anyway: bool = False,
-    on_thread: Callable[[Callable[[], Speeds]], Speeds] = lambda call: call(),
+    beside: Engine | None = None,
 ) -> Probe | None:
     """The figures of a team of threads and of devices, in their order; None where a device has none.
 
     threads, cpus, isa : of the team, as ``Engine`` takes them.
     anyway : measure devices without an identity too.
-    on_thread : runs what is done with a device, where its calls have to come from.
+    beside : the engine whose team that is, and from whose thread a device's calls have to come.
     """
-    found = []
-    for device in devices:
-        known = _known(device)
-        if known is None and (anyway or device.uuid is not None):
-            known = _measured_card(device, on_thread)
-        if known is None:
+    from coli.engine.session import Engine
+    from coli.probing.samples import NARROWEST, Samples
+
+    with contextlib.ExitStack() as closing:
+
+        def team() -> Engine:
+            """The engine beside which is measured; made only where something has to be."""
+            nonlocal beside
+            if beside is None:
+                samples = Samples(NARROWEST)
+                closing.callback(samples.close)
+                beside = Engine(samples, threads=threads, cpus=cpus, isa=isa)
+                closing.callback(beside.close)
+            return beside
+
+        known = [_known(device, threads, isa) for device in devices]
+        wanted = [device for device, figures in zip(devices, known, strict=True) if figures is None]
+        if any(device.uuid is None for device in wanted) and not anyway:
             return None
-        found.append(known)
-    return Probe(_cpu(threads, cpus, isa), tuple(found))
+        cpu = _cpu(threads, isa, team)
+        for at, device in enumerate(devices):
+            if known[at] is None:
+                known[at] = _measured_card(device, team(), cpu, _card_subject(device, threads, isa))
+                if known[at] is None:
+                    return None
+        return Probe(cpu, tuple(known))
 
 
 def forget() -> None:
@@ -68,24 +91,25 @@ def _cpu_subject(threads: int, isa: str | None) -> store.Subject:
     }  # fmt: skip
 
 
-def _card_subject(device: Device) -> store.Subject:
+def _card_subject(device: Device, threads: int, isa: str | None) -> store.Subject:
+    """A card and the team that answers it."""
     return {
         "kind": "card", "coli": coli.__version__, "uuid": device.uuid, "name": device.name,
-        "driver": getattr(device, "driver", None),
+        "driver": device.driver, "beside": _cpu_subject(threads, isa),
     }  # fmt: skip
 
 
-def _known(device: Device) -> Speeds | None:
+def _known(device: Device, threads: int, isa: str | None) -> Speeds | None:
     if device in _of_objects:
         return _of_objects[device]
-    figures = None if device.uuid is None else store.load(_card_subject(device))
+    figures = None if device.uuid is None else store.load(_card_subject(device, threads, isa))
     if figures is not None:
         _of_objects[device] = figures
         _log.info("%s (kept)", _card_line(device, figures))
     return figures
 
 
-def _cpu(threads: int, cpus: Sequence[int] | None, isa: str | None) -> CpuSpeeds:
+def _cpu(threads: int, isa: str | None, team: Callable[[], Engine]) -> CpuSpeeds:
     from coli.probing.host import measure_cpu
 
     subject = _cpu_subject(threads, isa)
@@ -93,28 +117,30 @@ def _cpu(threads: int, cpus: Sequence[int] | None, isa: str | None) -> CpuSpeeds
     if figures is not None:
         _log.info("%s (kept)", _cpu_line(threads, figures))
         return figures
-    start = time.perf_counter()
-    figures, read_gb_s = measure_cpu(threads, cpus, isa)
+    engine, start = team(), time.perf_counter()
+    figures, read_gb_s = measure_cpu(engine)
+    give_memory_back()
     _log.info("%s, a plain read %.1f GB/s; measured in %.1f s", _cpu_line(threads, figures), read_gb_s,
               time.perf_counter() - start)  # fmt: skip
     store.save(subject, figures)
     return figures
 
 
-def _measured_card(device: Device, on_thread: Callable[[Callable[[], Speeds]], Speeds]) -> Speeds | None:
+def _measured_card(device: Device, beside: Engine, cpu: CpuSpeeds, subject: store.Subject) -> Speeds | None:
     from coli.probing.cards import measure_card
 
-    start = time.perf_counter()
     try:
-        figures, round_trip_us = on_thread(lambda: measure_card(device))
+        found = measure_card(device, beside, cpu)
     except DeviceError as error:
         _log.warning("device %d (%s) was not measured: %s", device.index, device.name, error)
         return None
-    _log.info("%s, a round trip %.1f us; measured in %.1f s", _card_line(device, figures), round_trip_us,
-              time.perf_counter() - start)  # fmt: skip
+    finally:
+        give_memory_back()
+    figures, round_trip_us, seconds = found
+    _log.info("%s, a round trip %.1f us; measured in %.1f s", _card_line(device, figures), round_trip_us, seconds)
     _of_objects[device] = figures
     if device.uuid is not None:
-        store.save(_card_subject(device), figures)
+        store.save(subject, figures)
     return figures
 
 
@@ -122,7 +148,7 @@ def _cpu_line(threads: int, figures: CpuSpeeds) -> str:
     return (
         f"cpu, {threads} threads: matrices {figures.matrix.gb_s:.1f} GB/s, experts {figures.experts.gb_s:.1f} GB/s, "
         f"a state {figures.state_gb_s or figures.matrix.gb_s:.1f} GB/s, a region {figures.region_us:.1f} us, "
-        f"a layer {figures.layer_us:.1f} us"
+        f"a layer {figures.layer_us:.1f} us, a token {figures.token_us:.1f} us"
     )
 
 
@@ -137,7 +163,8 @@ def _card_line(device: Device, figures: Speeds) -> str:
     return (
         f"{line}, whole layers {span.deltanet_us:.1f} us (attention {span.attention_us:.1f} us), "
         f"a run {span.hop_us:.1f} us, "
-        f"a question {span.ask_us:.1f} us, keys and values {span.kv_gb_s:.1f} GB/s"
+        f"a question {span.ask_us:.1f} us, keys and values {span.kv_gb_s:.1f} GB/s, "
+        f"the head {span.head_gb_s or figures.matrix.gb_s:.1f} GB/s"
     )
 
 

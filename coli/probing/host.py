@@ -1,10 +1,12 @@
-"""The CPU as a team of threads decodes on it: what it reads of matrices and of experts, a region, a layer.
+"""The CPU as a team of threads decodes on it: what it reads of matrices and of experts, a region, a layer, a token.
 
-Measured with the engine's own step on `samples`, by a team of its own on the same CPUs, so that a prediction is of the
-work that will be done and not of a plain read; the plain read is measured beside it, as the ruler.
+Measured with the engine's own step on `samples`, so that a prediction is of the work that will be done and not of a
+plain read; the plain read is measured beside it, as the ruler.  The team is that of an engine which is there already: a
+second one would be more threads than cores, and OpenMP lets all of them sleep then between two regions.
 
 A real model's weights come from memory.  The samples would fit the last cache of a server (300 MB on some), so other
-bytes, several times those caches, are read ahead of every call that reads weights or states.
+bytes, several times those caches, are read ahead of every call that reads weights or states.  That drops the program
+too, which a real token finds where the last layer left it: so a call begins with a layer that is not timed.
 """
 
 from __future__ import annotations
@@ -17,85 +19,128 @@ import numpy as np
 from coli._core import step
 from coli.engine.session import Engine
 from coli.placement import CpuSpeeds, ModelShape, Speed
-from coli.probing.samples import N_DELTANET, Samples
-from coli.probing.timing import time_us
+from coli.probing.samples import N_DELTANET, N_LAYERS, NARROWEST, Samples
+from coli.probing.timing import MOST_CALLS, fitted, time_us
 
 _N_EXPERTS = 16  # of a layer: 8 of them are chosen at random for each pass
+_FEW = 2  # experts of the smaller group
 _OTHERS = 3  # times the last caches' bytes are read in between
 _FEWEST_BYTES = 64 << 20  # where the machine does not say what its caches hold
 _MOST_BYTES = 2 << 30
 _OP = {name: i for i, name in enumerate(step.OPS)}
 
 
-def measure_cpu(
-    threads: int, cpus: Sequence[int] | None = None, isa: str | None = None, *, divisor: int = 1
-) -> tuple[CpuSpeeds, float]:
-    """The figures of a team, and the GB/s of its plain read.
+def measure_cpu(beside: Engine, *, divisor: int = 1) -> tuple[CpuSpeeds, float]:
+    """The figures of an engine's team, and the GB/s of its plain read.
 
-    cpus : where each thread is pinned; None pins none.   divisor : of the samples' widths, for tests.
+    divisor : of the samples' widths, for tests.
     """
-    samples = Samples(divisor, _N_EXPERTS)
-    engine = Engine(samples, threads=threads, cpus=cpus, isa=isa)
+    narrow = Samples(NARROWEST)  # a model that is nearly nothing but its fixed costs
     try:
-        return engine.on_thread(lambda: _measured(engine, samples))
+        token_us = _token_us(Engine(narrow, beside=beside, context=2 * MOST_CALLS))
+    finally:
+        narrow.close()
+    samples = Samples(divisor, _N_EXPERTS)
+    engine = Engine(samples, beside=beside)
+    try:
+        return engine.on_thread(lambda: _measured(engine, samples, token_us))
     finally:
         engine.close()
         samples.close()
 
 
-def _measured(engine: Engine, samples: Samples) -> tuple[CpuSpeeds, float]:
+def _token_us(engine: Engine) -> float:
+    """What a token takes besides its layers, which are few bytes here.  It finds no cache as it has left it either."""
+    runner, others = engine._runner, np.ones(_bytes_beyond_caches(), np.uint8)
+
+    def before() -> None:
+        runner.read([others])
+
+    try:
+        session = engine.session()
+        token_us = time_us(lambda: session.step(1), before=lambda: engine.on_thread(before))
+        session.close()
+
+        def layers_us() -> float:
+            sequence = step.Sequence(engine._net, 64)
+            runner.begin([(sequence, 1)], np.zeros(1, np.int32), engine._rope.cos, engine._rope.sin)
+            return time_us(lambda: runner.run(0, runner.n_ops), before=before)
+
+        return max(0.0, token_us - engine.on_thread(layers_us))
+    finally:
+        engine.close()
+
+
+def _measured(engine: Engine, samples: Samples, token_us: float) -> tuple[CpuSpeeds, float]:
     """On the engine thread, which owns the team."""
     config, runner = engine.config, engine._runner
     sequence = step.Sequence(engine._net, 64)
     engine._rope.reach(1)
     runner.begin([(sequence, 1)], np.zeros(1, np.int32), engine._rope.cos, engine._rope.sin)
     runner.run(0, runner.n_ops)  # fills every buffer, so that no product is one of zeros
-    top_idx, draw = np.asarray(runner.buffer("top_idx")), np.random.default_rng(0)
-    draws = iter([draw.permutation(config.num_experts)[: config.num_experts_per_tok] for _ in range(4096)])
-    layers = range(config.num_hidden_layers)
+    draw = np.random.default_rng(0)
+    top_k = config.num_experts_per_tok
+    x = draw.standard_normal((1, config.hidden_size)).astype(np.float32)
+    draws = iter([np.sort(draw.permutation(config.num_experts)[:top_k]).astype(np.int32)[None] for _ in range(4096)])
+    first, layers = 0, range(1, N_LAYERS)
 
-    def each_layer(*ops: str, deltanet_only: bool = False) -> Callable[[], None]:
-        """Operations of all layers, each a region of its own."""
-
-        def call() -> None:
-            for layer in layers[:N_DELTANET] if deltanet_only else layers:
-                for op in ops:
-                    first = layer * step.N_OPS + _OP[op]
-                    runner.run(first, first + 1)
-
-        return call
-
-    def experts() -> None:
-        runner.shared_external = True
-        for layer in layers:
-            top_idx[0] = np.sort(next(draws))
-            first = layer * step.N_OPS + _OP["MOE"]
-            runner.run(first, first + 1)
-        runner.shared_external = False
+    def run(layer: int, *ops: str) -> None:
+        for op in ops:
+            at = layer * step.N_OPS + _OP[op]
+            runner.run(at, at + 1)
 
     others = np.ones(_bytes_beyond_caches(), np.uint8)
 
-    def cold() -> None:
-        runner.read([others])
+    def cold(*ops: str) -> Callable[[], None]:
+        """Ahead of a call: nothing of the samples in a cache, but for what a layer with these operations leaves."""
+
+        def before() -> None:
+            runner.read([others])
+            run(first, *ops)
+
+        return before
+
+    def each(ops: Sequence[str], of: range = layers) -> Callable[[], None]:
+        """Operations of the layers, each a region of its own."""
+        return lambda: [run(layer, *ops) for layer in of]
+
+    def experts(n: int) -> float:
+        """Of the layers, n experts in each, as the host of a card computes them."""
+        external = np.ones((1, top_k), np.uint8)
+        external[0, :n] = 0
+
+        def moe(of: Sequence[int]) -> None:
+            for layer in of:
+                runner.moe(layer, x, next(draws), external, False)
+
+        def before() -> None:
+            runner.read([others])
+            moe([first])
+
+        return time_us(lambda: moe(layers), 0.2, before=before) - len(layers) * region_us
 
     shape = ModelShape.from_config(samples.weights.config_dict)
-    projections = sum(item.bytes for item in shape.components if item.name not in ("shexp", "lmhead"))
-    chosen = len(layers) * shape.topk * shape.expert_bytes
+    projections = sum(i.bytes for i in shape.components if i.layer in layers and i.name not in ("shexp", "lmhead"))
     region_us = time_us(lambda: runner.run(0, 1))
-    n = len(layers)
-    matrix_us = time_us(each_layer("MIX_IN", "MIX_OUT"), 0.3, before=cold) - 2 * n * region_us
-    experts_us = time_us(experts, 0.2, before=cold) - n * region_us
-    state_us = time_us(each_layer("MIX_CORE", deltanet_only=True), 0.2, before=cold) - N_DELTANET * region_us
-    small_us = time_us(each_layer("NORM1", "NORM2", "COMBINE"))
+    n, n_states = len(layers), N_DELTANET - 1
+    mixing = ("MIX_IN", "MIX_OUT")
+    matrix_us = time_us(each(mixing), 0.3, before=cold(*mixing)) - 2 * n * region_us
+    few_us, all_us = (max(experts(k), 0.1) for k in (_FEW, top_k))
+    states = each(["MIX_CORE"], range(1, N_DELTANET))
+    state_us = time_us(states, 0.2, before=cold("MIX_CORE")) - n_states * region_us
+    small = ("NORM1", "NORM2", "COMBINE")
+    small_us = time_us(each(small), 0.1, before=cold(*small)) - len(small) * n * region_us
     buffers = _projections(samples)
-    read_gb_s = sum(buffer.nbytes for buffer in buffers) / time_us(lambda: runner.read(buffers), 0.2, before=cold) / 1e3
+    read_us = time_us(lambda: runner.read(buffers), 0.2, before=lambda: runner.read([others]))
+    read_gb_s = sum(buffer.nbytes for buffer in buffers) / read_us / 1e3
     # No product beats the ruler by more than the caches' worth; nor does the state, of which a real model has too much.
     matrix = Speed(_gb_s(projections, matrix_us, 2 * read_gb_s))
-    group = Speed(_gb_s(chosen, experts_us, 2 * read_gb_s))
-    state_gb_s = _gb_s(2 * shape.state_bytes, state_us, read_gb_s)
-    # The regions of the small steps stand for the barriers that a layer has within one.
-    layer_us = max(0.0, (small_us - matrix.transfer_us(shape.rest_bytes)) / n)
-    return CpuSpeeds(matrix, group, region_us, layer_us, state_gb_s), read_gb_s
+    of_one = n * shape.expert_bytes
+    group_gb_s, group_us = fitted((_FEW * of_one, few_us), (top_k * of_one, all_us))
+    group = Speed(min(group_gb_s, 2 * read_gb_s), group_us / n)
+    state_gb_s = _gb_s(2 * shape.state_bytes * n_states / N_DELTANET, state_us, read_gb_s)
+    layer_us = max(0.0, small_us / n - matrix.transfer_us(shape.rest_bytes / N_LAYERS))
+    return CpuSpeeds(matrix, group, region_us, layer_us, state_gb_s, token_us), read_gb_s
 
 
 def _bytes_beyond_caches() -> int:
@@ -108,7 +153,7 @@ def _bytes_beyond_caches() -> int:
     return min(max(_OTHERS * held, _FEWEST_BYTES), _MOST_BYTES)
 
 
-def _gb_s(n_bytes: int, us: float, most_gb_s: float) -> float:
+def _gb_s(n_bytes: float, us: float, most_gb_s: float) -> float:
     return min(n_bytes / us / 1e3, most_gb_s) if us > 0 else most_gb_s
 
 

@@ -18,6 +18,7 @@ N_LAYERS = 6  # DeltaNet, then attention
 N_DELTANET = 4
 FULL_WIDTH = 2048  # hidden_size
 _WIDTHS = (1, 2, 4, 8)  # divisors of the widths of the real model, whose own is the best ruler
+NARROWEST = _WIDTHS[-1]
 _VOCAB = 256
 
 

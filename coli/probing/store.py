@@ -19,7 +19,7 @@ from coli.errors import PlacementError
 from coli.log import logger
 from coli.placement import CpuSpeeds, Speeds, speeds_from_dict
 
-VERSION = 1
+VERSION = 2  # of what the figures mean
 
 Subject = dict[str, Any]  # what figures are of: JSON types, the same every time
 

@@ -1,11 +1,11 @@
-"""Times of short calls: of as many as fit a budget, the one that a quarter beat.
+"""Times of short calls: the median of as many as fit a budget.
 
-What disturbs a call only makes it slower, so the median of a busy machine is the neighbours'; the fastest of many is
-luck.
+What is predicted from them is a token on this machine with all that goes on here, and not one of a quiet machine.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ MOST_CALLS = 50
 def time_us(
     call: Callable[[], Any], budget_s: float = _BUDGET_S, *, before: Callable[[], Any] = lambda: None
 ) -> float:
-    """Microseconds of a call: the lower quartile of 5 to 50, after one that is not counted.
+    """Microseconds of a call: the median of 5 to 50, after one that is not counted.
 
     before : is called ahead of each and not timed.
     """
@@ -30,7 +30,7 @@ def time_us(
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-    return 1e6 * sorted(seconds)[len(seconds) // 4]
+    return 1e6 * statistics.median(seconds)
 
 
 def fitted(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:

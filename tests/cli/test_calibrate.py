@@ -63,7 +63,8 @@ def test_calibrate_of_a_run_with_another_bit_says_so(capsys, monkeypatch):
 
     def disturbed(self, session, ids, *, every):
         logits = feed(self, session, ids, every=every)
-        calls.append(1)
+        if self.container.path is not None:  # else it is the probe's
+            calls.append(1)
         if len(calls) == 20:  # in the third run
             logits.view(np.uint32)[0, 7] ^= 1
         return logits

@@ -140,7 +140,7 @@ def test_plan_by_time_measures_the_fake_cards_that_it_has_no_figures_of(run, con
     """auto:time without speeds probes now; auto alone does not measure what has no identity; --reprobe does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu = CpuSpeeds(Speed(40), Speed(40))
-    monkeypatch.setattr("coli.probing.host.measure_cpu", lambda *team: (cpu, 40.0))
+    monkeypatch.setattr("coli.probing.host.measure_cpu", lambda beside: (cpu, 40.0))
     _, _, err = run(config, "--devices", "fake:20MiB", "--place", "auto:time")
     assert 2 == sum(line.startswith("[probe] ") for line in err.splitlines())
     assert "[place] auto:time: " in err and "predicted" in err

@@ -25,8 +25,8 @@ def measured_cpus(monkeypatch):
     """The teams whose CPU was measured, as numbers of threads; each gets the same figures."""
     teams = []
 
-    def measure_cpu(threads, cpus=None, isa=None):
-        teams.append(threads)
+    def measure_cpu(beside):
+        teams.append(beside.team.n_threads)
         return CpuSpeeds(Speed(40), Speed(30), 2.0, 5.0, 25.0), 45.0
 
     monkeypatch.setattr(host, "measure_cpu", measure_cpu)

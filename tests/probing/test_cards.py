@@ -9,9 +9,10 @@ from probing.timed import TimedCard
 
 from coli.devices.base import DeviceError
 from coli.devices.fake import FakeDevice
-from coli.placement import ModelShape, SpanSpeed
+from coli.engine.session import Engine
+from coli.placement import CpuSpeeds, ModelShape, SpanSpeed, Speed
 from coli.probing import cards, timing
-from coli.probing.samples import N_DELTANET, N_LAYERS, samples_for
+from coli.probing.samples import N_DELTANET, N_LAYERS, NARROWEST, Samples, samples_for
 
 
 def measured(monkeypatch, card: TimedCard):
@@ -24,7 +25,18 @@ def measured(monkeypatch, card: TimedCard):
 
     card.beside_bytes = beside_bytes
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: card.now))
-    return cards.measure_card(card)
+    return measure_card(card)
+
+
+def measure_card(card, cpu=CpuSpeeds(Speed(1), Speed(1))):
+    """Figures and the round trip of a card beside a team of one."""
+    samples = Samples(NARROWEST)
+    engine = Engine(samples, threads=1)
+    try:
+        return cards.measure_card(card, engine, cpu)[:2]
+    finally:
+        engine.close()
+        samples.close()
 
 
 @pytest.mark.parametrize(
@@ -32,7 +44,7 @@ def measured(monkeypatch, card: TimedCard):
     [
         {},
         {"matrix": (50.0, 80.0), "experts": (30.0, 120.0)},
-        {"deltanet_us": 5.0, "attention_us": 90.0, "hop_us": 40.0, "ask_us": 3.0},
+        {"deltanet_us": 5.0, "attention_us": 90.0, "hop_us": 40.0, "ask_us": 30.0, "head_gb_s": 100.0},
     ],
 )
 def test_card_of_told_figures_gives_them_back(monkeypatch, told):
@@ -47,6 +59,8 @@ def test_card_of_told_figures_gives_them_back(monkeypatch, told):
     for name, value in expected.items():
         # a few keys and values are read behind the first position already
         assert told.get(name, value) == pytest.approx(getattr(figures.span, name), rel=0.02, abs=0.3), name
+    told_head = min(told.get("head_gb_s", 300.0), told["matrix"][0])
+    assert told_head == pytest.approx(figures.span.head_gb_s, rel=0.02)
     told_kv = min(80.0, told["matrix"][0])  # nothing is read faster than a matrix
     assert told_kv == pytest.approx(figures.span.kv_gb_s, rel=0.05)
 
@@ -70,7 +84,7 @@ def test_card_is_closed_also_where_it_fails(monkeypatch):
 def test_fake_device_is_measured_through_the_same_interface():
     """The fake computes what it is asked, with its own waits: no slower than told, and whole layers too."""
     card = FakeDevice(20 << 20, gb_s=0.5, latency_us=2000)
-    figures, round_trip_us = cards.measure_card(card)
+    figures, round_trip_us = measure_card(card)
     assert 2000 <= round_trip_us < 6000
     assert 0.4 < figures.matrix.gb_s < 0.6
     assert isinstance(figures.span, SpanSpeed)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from probing.timed import TimedCard
 
 import coli
 from coli.devices.base import DeviceError
+from coli.devices.cuda.device import CudaDevice
+from coli.devices.cuda.probe import Card
 from coli.placement import CpuSpeeds, Probe, SpanSpeed, Speed, Speeds
-from coli.probing import cards, figures, forget, machine_figures, store
+from coli.engine.session import Engine
+from coli.probing import cards, figures, forget, host, machine_figures, store
+from coli.probing.samples import NARROWEST, Samples
 
 CARD = Speeds(Speed(900, 9), Speed(500, 12), SpanSpeed(30, 45, 11, 16, 80))
 
@@ -20,11 +25,11 @@ def measured_cards(monkeypatch):
     """The names of the cards that were measured; each gets the same figures."""
     names = []
 
-    def measure_card(device):
+    def measure_card(device, beside, cpu):
         names.append(device.name)
         if device.name == "broken":
             raise DeviceError("broken: a kernel trapped", "launch")
-        return CARD, 8.0
+        return CARD, 8.0, 0.5
 
     monkeypatch.setattr(cards, "measure_card", measure_card)
     return names
@@ -59,6 +64,15 @@ def test_figures_of_another_team_driver_or_version_are_measured_anew(measured_cp
     monkeypatch.setattr(coli, "__version__", "9.9")
     machine_figures([card()], 2)
     assert ([2, 3, 2], ["A", "A", "A"]) == (measured_cpus, measured_cards)
+
+
+def test_driver_update_voids_the_figures_of_a_card(measured_cpus, measured_cards):
+    """Another driver brings other launches and copies: what was kept of the card is not asked for any more."""
+    kept = Card(0, 0, "H", "GPU-7", "0000:01:00.0", 1 << 30, None, (9, 0), driver="580.65.06")
+    updated = replace(kept, driver="580.95.05")
+    for one, measured in ((kept, 1), (kept, 1), (updated, 2), (updated, 2), (kept, 2)):
+        assert machine_figures([CudaDevice(one)], 2) is not None
+        assert measured == len(measured_cards)
 
 
 def test_figures_of_a_device_without_identity_are_asked_for_or_there_are_none(measured_cpus, measured_cards, own_cache):
@@ -125,8 +139,10 @@ def test_cache_that_cannot_be_written_is_one_line(measured_cpus, measured_cards,
 
 def test_cpu_is_measured_with_the_engines_own_step():
     """Narrow samples, one thread: every figure is a number that a prediction can count with."""
-    from coli.probing.host import measure_cpu
-
-    cpu, read_gb_s = measure_cpu(1, divisor=8)
+    samples = Samples(NARROWEST)
+    engine = Engine(samples, threads=1)
+    cpu, read_gb_s = host.measure_cpu(engine, divisor=8)
+    engine.close()
+    samples.close()
     assert read_gb_s > 0.1 and cpu.matrix.gb_s > 0.1 and cpu.experts.gb_s > 0.1 and cpu.state_gb_s > 0.1
     assert 0 < cpu.region_us < 1e5

@@ -13,16 +13,19 @@ from coli.devices.base import Asked, DeviceError
 class TimedCard:
     """A span device whose every call moves ``now`` on.
 
-    matrix, experts : (GB/s, latency in us).   deltanet_us, attention_us, hop_us, ask_us, kv_gb_s : as in SpanSpeed.
+    matrix, experts : (GB/s, latency in us).   deltanet_us, attention_us, hop_us, ask_us, kv_gb_s, head_gb_s : as in
+    SpanSpeed.
     """
 
     pci_bus_id = None
+    driver = None
     index = 0
 
     def __init__(
         self, free_bytes: int = 24 << 20, *, matrix: tuple[float, float] = (400.0, 9.0),
         experts: tuple[float, float] = (250.0, 14.0), deltanet_us: float = 30.0, attention_us: float = 45.0,
-        hop_us: float = 11.0, ask_us: float = 16.0, kv_gb_s: float = 80.0, uuid: str | None = None, spans: bool = True,
+        hop_us: float = 11.0, ask_us: float = 16.0, kv_gb_s: float = 80.0, head_gb_s: float = 300.0,
+        uuid: str | None = None, spans: bool = True,
         name: str = "timed",
     ) -> None:  # fmt: skip
         self.name, self.uuid = name, uuid
@@ -31,7 +34,7 @@ class TimedCard:
         self._free_bytes = free_bytes
         self._matrix, self._experts = matrix, experts
         self._layer_us = {False: deltanet_us, True: attention_us}
-        self._hop_us, self._ask_us, self._kv_gb_s = hop_us, ask_us, kv_gb_s
+        self._hop_us, self._ask_us, self._kv_gb_s, self._head_gb_s = hop_us, ask_us, kv_gb_s, head_gb_s
         self._seats: dict[tuple[int, int], int] = {}
         if not spans:
             self.span = None
@@ -90,20 +93,25 @@ class TimedCard:
         else:
             self._seats[layer, expert] = slot
 
+    def head(self, norm: np.ndarray, matrix: Any) -> Any:
+        return matrix
+
     def span(self, layers: Any, head: Any = None) -> Any:
-        return SimpleNamespace(layers=list(layers), max_rows=64)
+        return SimpleNamespace(layers=list(layers), head=head, max_rows=64)
 
     def begin_span(self, span: Any, parts: Any, x: np.ndarray, cos: Any, sin: Any, logit_rows: Any = ()) -> Any:
         (part,) = parts
-        return _Run(self, span, part.position, len(x))
+        assert not len(logit_rows) or span.head is not None
+        return _Run(self, span, part.position, len(x), len(logit_rows))
 
     def close(self) -> None:
         self.closed = True
 
 
 class _Run:
-    def __init__(self, card: TimedCard, span: Any, position: int, rows: int) -> None:
+    def __init__(self, card: TimedCard, span: Any, position: int, rows: int, n_logits: int) -> None:
         self.card, self.layers, self.position, self.rows = card, span.layers, position, rows
+        self.head, self.n_logits = span.head, n_logits
         self.at = 0
         self.answered = False
         card._take(card._hop_us)
@@ -115,19 +123,20 @@ class _Run:
             numbers = layer.mixer.spec.geometry
             seated = [(layer.index, e) in card._seats for e in range(numbers["n_experts"])]
             us = card._layer_us[layer.mixer.spec.is_attention]
-            us += card._read_us(card._matrix, layer.mixer.n_bytes + layer.shared.n_bytes + self._beside_bytes(layer))
-            us += card._read_us(card._experts, sum(seated) * card._slab.slab_bytes)
+            us += card._read_us(card._matrix, layer.mixer.n_bytes + self._beside_bytes(layer))
+            experts_us = card._read_us(card._matrix, layer.shared.n_bytes)
+            experts_us += card._read_us(card._experts, sum(seated) * card._slab.slab_bytes)
             if layer.mixer.spec.is_attention:
                 bytes_of_one = 2 * 2 * numbers["n_kv_heads"] * numbers["head_dim"]
                 us += self.position * bytes_of_one / card._kv_gb_s / 1e3
             card._take(us)
             self.at += 1
+            card._take(experts_us if all(seated) else max(experts_us, card._ask_us))
             if not all(seated):
-                card._take(card._ask_us)
-                shape = (self.rows, numbers["top_k"])
-                nothing = np.zeros(shape, np.int32)
+                chosen = np.tile(np.arange(numbers["top_k"], dtype=np.int32), (self.rows, 1))
+                external = np.array(seated, np.uint8)[chosen]
                 return Asked(
-                    self.at - 1, np.zeros((self.rows, 1), np.float32), nothing, nothing.astype(np.uint8), False
+                    self.at - 1, np.zeros((self.rows, numbers["hidden_size"]), np.float32), chosen, external, False
                 )
         return None
 
@@ -138,8 +147,13 @@ class _Run:
     def answer(self, expert_y: np.ndarray, slot_of: np.ndarray, shared_y: Any) -> None:
         assert slot_of.dtype == np.int32 and shared_y is None
 
-    def finish(self, x_out: Any, logits: Any) -> None:
-        assert self.at == len(self.layers)
+    def finish(self, x_out: Any, logits: Any, soon: Any = None) -> np.ndarray:
+        assert self.at == len(self.layers) and (logits is None) == (self.n_logits == 0)
+        if logits is not None:
+            assert logits.shape == (1, self.head.rows)
+            self.card._take(self.head.n_bytes / self.card._head_gb_s / 1e3)
+        top_k = self.layers[0].mixer.spec.geometry["top_k"]
+        return np.tile(np.arange(top_k, dtype=np.int32), (len(self.layers), self.rows, 1))
 
     def abandon(self) -> None:
         pass

@@ -31,6 +31,7 @@ class Card:
 
     index : as nvidia-smi prints it; CUDA's ordinal where NVML does not know the card.
     cuda_ordinal : CUDA's number for it in this process.   free_bytes : None where NVML did not say.
+    driver : the driver's version as nvidia-smi prints it; "CUDA 13.0", what it offers, where NVML did not say.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Card:
     total_bytes: int
     free_bytes: int | None
     capability: tuple[int, int]
+    driver: str
 
     @property
     def arch(self) -> str:
@@ -77,14 +79,11 @@ def probe_cuda() -> list[Card] | Reason:
     except RuntimeError:  # the bindings raise a kind of it where libcuda is missing
         return Reason("no NVIDIA driver")
     if version < MIN_CUDA:
-        return Reason(
-            f"the NVIDIA driver offers CUDA {version // 1000}.{version % 1000 // 10}; "
-            f"driver {MIN_DRIVER} or newer is needed"
-        )
+        return Reason(f"the NVIDIA driver offers {_cuda_text(version)}; driver {MIN_DRIVER} or newer is needed")
     missing = _missing_compiler()
     if missing is not None:
         return missing
-    found = _cuda_cards(driver)
+    found = _cuda_cards(driver, version)
     usable = [card for card in found if card.capability >= MIN_CAPABILITY]
     for card in found:
         if card not in usable and usable:
@@ -116,9 +115,14 @@ def _missing_compiler() -> Reason | None:
     return None
 
 
-def _cuda_cards(driver: Any) -> list[Card]:
-    """What CUDA shows, joined with NVML by UUID."""
-    managed = _nvml_cards()
+def _cuda_text(version: int) -> str:
+    """What cuDriverGetVersion says, for people."""
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _cuda_cards(driver: Any, version: int) -> list[Card]:
+    """What CUDA shows, joined with NVML by UUID.   version : the driver's, as CUDA says it."""
+    release, managed = _ask_nvml()
     attribute = driver.CUdevice_attribute
     cards = []
     for ordinal in range(int(driver.cuDeviceGetCount()[1])):
@@ -139,39 +143,41 @@ def _cuda_cards(driver: Any) -> list[Card]:
                 int(driver.cuDeviceTotalMem(device)[1]),
                 free_bytes,
                 (int(major), int(minor)),
+                release or _cuda_text(version),
             )
         )
     return cards
 
 
-def _nvml_cards() -> dict[str, tuple[int, int]]:
-    """{uuid: (index, free bytes)}; empty where NVML cannot be asked."""
+def _ask_nvml() -> tuple[str | None, dict[str, tuple[int, int]]]:
+    """The driver's version and {uuid: (index, free bytes)}; None and nothing where NVML cannot be asked."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except ImportError:
         logger("cuda").info("nvidia-ml-py is not installed: cards are numbered as CUDA numbers them")
-        return {}
+        return None, {}
     except Exception as error:  # NVMLError, or an OSError of its loader; a driver without NVML is still a driver
         logger("cuda").info("NVML does not answer (%s): cards are numbered as CUDA numbers them", error)
-        return {}
+        return None, {}
     try:
+        release = _text(pynvml.nvmlSystemGetDriverVersion())
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return {
+        return release, {
             _text(pynvml.nvmlDeviceGetUUID(handle)): (index, int(pynvml.nvmlDeviceGetMemoryInfo(handle).free))
             for index, handle in enumerate(handles)
         }
     except pynvml.NVMLError as error:
         logger("cuda").info("NVML does not answer (%s): cards are numbered as CUDA numbers them", error)
-        return {}
+        return None, {}
     finally:
         pynvml.nvmlShutdown()
 
 
 def nvml_free_bytes(uuid: str) -> int | None:
     """Free bytes of a card as NVML sees them now, without a context; None where it cannot be asked."""
-    return _nvml_cards().get(uuid, (0, None))[1]
+    return _ask_nvml()[1].get(uuid, (0, None))[1]
 
 
 def _text(value: str | bytes) -> str:

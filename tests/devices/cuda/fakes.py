@@ -270,9 +270,9 @@ class FakeNvml(types.ModuleType):
     class NVMLError(Exception):
         pass
 
-    def __init__(self, cards=(), broken=False):
+    def __init__(self, cards=(), broken=False, release="580.65.06"):
         super().__init__("pynvml")
-        self.cards, self.broken = list(cards), broken
+        self.cards, self.broken, self.release = list(cards), broken, release
 
     def nvmlInit(self):
         if self.broken:
@@ -280,6 +280,9 @@ class FakeNvml(types.ModuleType):
 
     def nvmlShutdown(self):
         pass
+
+    def nvmlSystemGetDriverVersion(self):
+        return self.release
 
     def nvmlDeviceGetCount(self):
         return len(self.cards)

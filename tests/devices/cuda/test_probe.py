@@ -151,6 +151,21 @@ def test_list_devices_carry_the_cards_identity(monkeypatch):
     assert driver.leaks() == {}
 
 
+@pytest.mark.parametrize(
+    ("nvml", "expected"),
+    [
+        (FakeNvml(ONE, release="580.95.05"), "580.95.05"),
+        (FakeNvml(ONE, release=b"580.95.05"), "580.95.05"),
+        (FakeNvml(broken=True), "CUDA 13.0"),
+        (None, "CUDA 13.0"),
+    ],
+)
+def test_list_devices_carry_the_drivers_version(monkeypatch, nvml, expected):
+    """As nvidia-smi prints it; without NVML the CUDA that the driver offers, which changes less often."""
+    install(monkeypatch, FakeDriver(ONE, version=13000), nvml)
+    assert [device.driver for device in probe.list_devices()] == [expected]
+
+
 def test_uuid_text_is_as_nvml_writes_it():
     """16 bytes become GPU- and the usual groups."""
     assert probe.uuid_text(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"

@@ -290,7 +290,7 @@ def emulated(cards=(CARD,), source: str | None = None, **options: Any) -> Iterat
         patch.setattr(context, "compile_cubin", compile_cubin)
         # its own figures would take long and mean nothing; with these "auto" gives it all that fits
         patch.setattr(device, "_MEASURE_BYTES", 1 << 20)
-        patch.setattr(probing, "measure_card", lambda device: (fast, 1.0))
+        patch.setattr(probing, "measure_card", lambda device, beside, cpu: (fast, 1.0, 0.0))
         yield driver
         assert driver.was_asked or driver.complaint == "", driver.complaint
     finally:
