@@ -13,7 +13,14 @@ import numpy as np
 
 from coli.tier.figures import Figures
 from coli.tier.heat import Heat
-from coli.tier.promotion import Promotion, choose_swaps, save_up, uploads_before_first_token, uploads_now
+from coli.tier.promotion import (
+    Promotion,
+    choose_swaps,
+    most_saved_s,
+    save_up,
+    uploads_before_first_token,
+    uploads_now,
+)
 from coli.tier.residency import Residency
 
 _FIRST_ANSWER_TOKENS = 64.0  # what the first answer is taken for; those after it for a mean of the last few
@@ -91,7 +98,13 @@ class Exchange:
 
     def allowed(self) -> int:
         """Uploads that may start now beside the decode."""
-        return uploads_now(math.inf if math.isinf(self.policy.max_slowdown) else self._saved_s, self.figures.stall_s)
+        if not any(self._waiting):
+            return 0
+        figures, policy = self.figures, self.policy
+        if math.isinf(policy.max_slowdown):
+            return uploads_now(math.inf, math.inf, figures.stall_s)
+        most_s = most_saved_s(figures.step_s or 0.0, figures.stall_s, policy)
+        return uploads_now(self._saved_s, most_s, figures.stall_s)
 
     def started(self, n: int) -> None:
         """So many of them have."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 _MEMORY = 16  # steps or uploads that a mean remembers
 _FIRST_STEPS = 4  # quiet steps before others are compared with their mean
 _WILD = 4.0  # a step that took so many times the mean was held up by something that is not the copies
+_WORST = 2.0  # uploads that one takes from a step at most: it cannot hold the decode up for much longer than it lasts
 
 # Before any was seen, an upload is taken to hold the decode up for as long as it lasts, and that is believed like so
 # many measured ones: a step's time varies by more than an upload takes (by 10 % of 59 ms beside 0.17 ms on two shared
@@ -65,7 +66,10 @@ class Figures:
             quiet.add(seconds)
             self._regress(seconds, misses)
         elif quiet.n >= _FIRST_STEPS:
-            self._excess_s += min(seconds - quiet.value, quiet.value)
+            # what more or fewer misses take is no upload's; and one step that was off must not speak for a hundred
+            expected_s = quiet.value + (self.miss_s or 0.0) * (misses - self._misses)
+            most_s = _WORST * self._upload.value * max(n_uploaded, 1)
+            self._excess_s += min(max(seconds - expected_s, -most_s), most_s)
             self._uploads_seen += n_uploaded
             if self._uploads_seen > _MOST_UPLOADS:
                 self._excess_s, self._uploads_seen = self._excess_s / 2, self._uploads_seen / 2

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _SAVED_STEPS = 32  # decode steps whose share may be spent at once
+_TOGETHER = 4  # uploads that set out together, where the share allows it: the steps in between tell what a step takes
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,25 @@ def save_up(saved_s: float, step_s: float, stall_s: float | None, policy: Promot
     burst after a long quiet time would be felt, though the mean allowed it.
     """
     share_s = policy.max_slowdown * step_s
-    return min(saved_s + share_s, max(stall_s or 0.0, _SAVED_STEPS * share_s))
+    return min(saved_s + share_s, most_saved_s(step_s, stall_s, policy))
 
 
-def uploads_now(saved_s: float, stall_s: float | None) -> int:
-    """How many uploads may start now, each taking stall_s (None: not known yet) from the decode."""
+def most_saved_s(step_s: float, stall_s: float | None, policy: Promotion) -> float:
+    """What is saved up at most."""
+    return max(stall_s or 0.0, _SAVED_STEPS * policy.max_slowdown * step_s)
+
+
+def uploads_now(saved_s: float, most_s: float, stall_s: float | None) -> int:
+    """How many uploads may start now: some together, or none.
+
+    stall_s : what each takes from the decode; None: not known yet.   most_s : what can be saved up.
+    """
     if math.isinf(saved_s):
         return sys.maxsize
     if stall_s is None:
         return 1 if saved_s > 0 else 0  # one, to find out
-    return int(saved_s / stall_s)
+    n = int(saved_s / stall_s)
+    return n if n >= min(_TOGETHER, int(most_s / stall_s)) else 0
 
 
 def uploads_before_first_token(

@@ -23,6 +23,7 @@ from coli.devices.cuda.context import Context, Pinned
 from coli.devices.cuda.mixer import Mixer
 from coli.devices.cuda.spanplan import Head, Launch, Layer, Scratch, Shape
 from coli.devices.cuda.spanrun import Answers, SpanRun
+from coli.devices.cuda.stream import stream_bytes
 from coli.devices.cuda.workspace import Workspace
 
 MAX_ROWS = 512
@@ -78,7 +79,6 @@ class CudaSpan:
         self.stream_address = int(workspace.stream)
         self._token: Token | None = None
         self._stride = -(-self.hidden // 4) * 4
-        self._asks: tuple[int, ...] = ()
         self._dirty = True
         self._table_at = 0
         n_experts = max(layer.router[1].rows for layer in layers)
@@ -86,6 +86,9 @@ class CudaSpan:
         self._table: Pinned | None = self.context.pin(8 * len(layers) * n_experts, "a span's table of slots")
         self._seats = self._table.array.view(np.uint64).reshape(len(layers), n_experts)
         self._seats[:] = 0
+        self._place_of = {layer.index: place for place, layer in enumerate(layers)}
+        self._lacking = [layer.router[1].rows for layer in layers]  # experts that are nowhere
+        self._asks = self._asking()
         try:
             self._table_at = self.context.alloc(self._seats.nbytes, "a span's table of slots")
         except DeviceError:
@@ -125,22 +128,29 @@ class CudaSpan:
 
     def seat(self, layer: int, expert: int, slot_at: int) -> None:
         """From the next run on an expert lies at an address of the card, or nowhere (0)."""
-        for place, mine in enumerate(self.layers):
-            if mine.index == layer:
-                if not 0 <= expert < mine.router[1].rows:
-                    raise IndexError(f"expert {expert} of {mine.router[1].rows}")
-                self._seats[place, expert] = slot_at
-                self._dirty = True
+        place = self._place_of.get(layer)
+        if place is None:
+            return
+        if not 0 <= expert < self.layers[place].router[1].rows:
+            raise IndexError(f"expert {expert} of {self.layers[place].router[1].rows}")
+        before = int(self._seats[place, expert])
+        self._seats[place, expert] = slot_at
+        self._dirty = True
+        change = (slot_at == 0) - (before == 0)
+        if change:
+            lacked, self._lacking[place] = self._lacking[place], self._lacking[place] + change
+            if not lacked or not self._lacking[place]:
+                self._asks = self._asking()
+
+    def _asking(self) -> tuple[int, ...]:
+        """The places of the layers that may lack something."""
+        return tuple(
+            place for place, layer in enumerate(self.layers) if layer.shared is None or self._lacking[place]
+        )
 
     def _take_seats(self) -> tuple[int, ...]:
         """The table goes up where it has changed.  Returns the places of the layers that may lack something."""
         if self._dirty:
-            full = np.count_nonzero(self._seats, axis=1)
-            self._asks = tuple(
-                place
-                for place, layer in enumerate(self.layers)
-                if layer.shared is None or full[place] < layer.router[1].rows
-            )
             self.context.copy_in(self._table_at, self._table.address, self._seats.nbytes, self.workspace.stream)
             self._dirty = False
         return self._asks
@@ -162,12 +172,14 @@ class CudaSpan:
             token is not None
             and workspace.list_of is token
             and token.stamp == self.stamp
-            and not self._dirty
             and token.comes_again(parts, logit_rows)
         ):
             positions = [part.position for part in parts]
             if mixers.covered(max(positions) // CHUNK + 1) == token.shape.chunks:
-                return self._again(token, positions, x, cos, sin)
+                if self._dirty:
+                    context.set_current()
+                if self._take_seats() == token.shape.asks:
+                    return self._again(token, positions, x, cos, sin)
         workspace.list_of = self._token = None
         if self._table is None:
             raise DeviceError(f"{context.name}: the span is closed", "launch")
@@ -322,7 +334,8 @@ def span_bytes(geometry: dict[str, Any], n_layers: int, with_head: bool) -> int:
         layers.append(Layer(0, mixer, slabs[0], (0, slabs[1]), 0, 0, (0, router), (0, gate)))
     head = Head(0, 0, matrix_layout("i8_row", g["vocab_size"], hidden)) if with_head else None
     per_layer = router.total_bytes + gate.total_bytes + 8 * hidden + 8 * g["n_experts"] + 1024
-    return spanplan.scratch_bytes(layers, head, _largest(MAX_ROWS, n_layers)) + n_layers * per_layer + (4 << 20)
+    beside = stream_bytes(slabs[0], MAX_ROWS, g["top_k"]) + (4 << 20)
+    return spanplan.scratch_bytes(layers, head, _largest(MAX_ROWS, n_layers)) + n_layers * per_layer + beside
 
 
 class _Ba:

@@ -19,14 +19,26 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """What runs of one shape look at in pinned memory.  places : of the asking layers.   always : by layer, 1 where the
-    host computes the shared expert.   top_idx, external, missing : as `Mailbox.choices` gives them."""
+    """What runs of one shape look at in pinned memory, taken once: every line between two layers costs.
+
+    places : of the asking layers.   always : by layer, 1 where the host computes the shared expert.
+    top_idx, missing : as `Mailbox.choices` gives them.   asked : the questions of the asking layers.   into, shared_into : where an answer
+    and the shared expert's go.
+    """
 
     def __init__(self, span: CudaSpan, shape: Shape) -> None:
+        mailbox, n, hidden, jobs = span.workspace.mailbox, shape.n_rows, span.hidden, shape.n_rows * span.top_k
         self.places = np.array(shape.asks, np.int32)
         self.always = np.array([layer.shared is None for layer in span.layers], np.uint8)
-        mailbox = span.workspace.mailbox
-        self.top_idx, self.external, self.missing = mailbox.choices(len(span.layers), shape.n_rows, span.top_k)
+        self.top_idx, external, self.missing = mailbox.choices(len(span.layers), n, span.top_k)
+        self.asked: list[Asked] = []
+        if shape.asks:
+            xn = mailbox.floats("xn", n, hidden)
+            self.asked = [
+                Asked(place, xn, self.top_idx[place], external[place], bool(self.always[place])) for place in shape.asks
+            ]
+            self.into = mailbox.floats("answers", jobs, hidden)
+            self.shared_into = mailbox.floats("answers", n, hidden, jobs * hidden)
 
 
 class SpanRun:
@@ -69,20 +81,17 @@ class SpanRun:
         if at == len(views.places):
             return None
         self._owes = True
-        place = self._shape.asks[at]
-        xn = self._mailbox.floats("xn", self._shape.n_rows, self._span.hidden)
-        return Asked(place, xn, views.top_idx[place], views.external[place], bool(views.always[place]))
+        return views.asked[at]
 
     def answer(self, expert_y: np.ndarray, slot_of: np.ndarray, shared_y: np.ndarray | None) -> None:
         """Give what was asked for; the card goes on.  The arrays are free again on return."""
         self._require_open()
-        place, n, hidden = self._shape.asks[self._next - 1], self._shape.n_rows, self._span.hidden
-        if self._answers.always[place] and shared_y is None:
+        views = self._answers
+        asked = views.asked[self._next - 1]
+        if asked.shared and shared_y is None:
             raise DeviceError(f"{self._context.name}: the shared expert of a layer was asked for", "launch")
-        jobs = n * self._span.top_k
         self._context.launcher.answer(
-            expert_y, slot_of, self._answers.external[place], self._mailbox.floats("answers", jobs, hidden), shared_y,
-            self._mailbox.floats("answers", n, hidden, jobs * hidden), self._mailbox.answered_at,
+            expert_y, slot_of, asked.external, views.into, shared_y, views.shared_into, self._mailbox.answered_at,
             self._number + self._next & 0xFFFFFFFF,
         )  # fmt: skip
         self._owes = False

@@ -123,7 +123,8 @@ def test_spans_with_a_part_of_the_experts_answer_as_the_cpu(device, answers, mod
     """Two spans, half of the experts, one layer with all, some shared experts with the host."""
     path, expected = answers(model)
     rng = np.random.default_rng(model)
-    case = OnCard(path, device, [s for s in every(path) if s[0] == 1 or rng.random() < 0.5], host_shared=(2, 3), cuts=(3,))
+    seats = [s for s in every(path) if s[0] == 1 or rng.random() < 0.5]
+    case = OnCard(path, device, seats, host_shared=(2, 3), cuts=(3,))
     check(case, expected)
     assert 1 not in {layer for layer, _ in case.asked}
     assert {layer for layer, _ in case.asked} >= {2, 3}
@@ -160,6 +161,43 @@ def begin(case: OnCard, states, position: int = 0, n: int = 1):
     parts = [SpanPart(0, n, position, states)]
     return case.device.begin_span(case.spans[0], parts, case.embed(IDS[position : position + n]), case.rope.cos,
                                   case.rope.sin, [n - 1])  # fmt: skip
+
+
+def test_seats_that_change_do_not_begin_anew(device, answers):
+    """As long as the same layers may lack something the next step is the same graph with the same list; and a layer
+    that lacks nothing any more makes another."""
+    path, expected = answers(0)
+    seats = every(path)
+    case = OnCard(path, device, seats)
+    span, states = case.spans[0], case.new_states()
+    n, experts = len(case.mixers), case.config.num_experts
+    out = np.empty((1, case.config.vocab_size), np.float32)
+
+    def step(i: int) -> None:
+        run = begin(case, states, i)
+        while (asked := run.ask()) is not None:
+            run.answer(*case.answer(0, asked))
+        run.finish(None, out)
+        assert_same_bits(out, expected[f"step {i}"], f"step {i}")
+
+    away = [layer % experts for layer in range(n)]  # who is nowhere
+    for layer, e in enumerate(away):
+        device.seat(layer, e, None)
+    step(0)
+    token = span._token
+    assert token is not None
+    for layer, e in enumerate(away):
+        other = (e + 1) % experts
+        device.write_slot(case.slots[layer, other], case.slab(layer, e))
+        device.seat(layer, other, None)
+        device.seat(layer, e, case.slots[layer, other])
+        away[layer] = other
+    step(1)
+    assert span._token is token
+    device.write_slot(case.slots[0, (away[0] - 1) % experts], case.slab(0, away[0]))
+    device.seat(0, away[0], case.slots[0, (away[0] - 1) % experts])
+    step(2)
+    assert span._token is not token and 0 not in span._token.shape.asks
 
 
 @pytest.mark.parametrize("n", [1, 12])
@@ -264,7 +302,8 @@ def test_late_host_is_an_error(opened, _):
     """A host that answers after the card has given up gets an error, not logits; the next run is right again."""
     text = compiling.source()
     assert "#define ANSWER_LIMIT_NS 20000000000ull" in text
-    case, driver = opened(seats=[], source=text.replace("ANSWER_LIMIT_NS 20000000000ull", "ANSWER_LIMIT_NS 20000000ull"))
+    short = text.replace("ANSWER_LIMIT_NS 20000000000ull", "ANSWER_LIMIT_NS 20000000ull")
+    case, driver = opened(seats=[], source=short)
     run = begin(case, case.new_states())
     asked = run.ask()
     time.sleep(0.3)
