@@ -1,6 +1,6 @@
 """Times and checks the CUDA device: the tables of docs/benchmarks.md, section "GPU".
 
-    python bench/gpu.py [kernels] [hops] [functions] [failures] [decode] [whole]
+    python bench/gpu.py [kernels] [hops] [functions] [failures] [decode] [exchange] [whole]
     python bench/gpu.py --cards 2
 
 kernels    each product in a graph over weights that do not fit the L2 cache, against the card's read bandwidth
@@ -8,6 +8,7 @@ hops       what a call costs through the Device interface, host memory to host m
 functions  exp, sigmoid, silu and softplus over all 2^32 bit patterns against the CPU
 failures   memory that another process took, and a kernel that traps
 decode     gpu_decode.py: off against auto with the memory of several cards
+exchange   gpu_exchange.py: what experts that change places cost the decode
 whole      gpu_whole.py: the whole model on the card, prompts and depth
 --cards 2  gpu_cards.py: every split of a model over two cards
 
@@ -31,10 +32,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent)]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests"), str(HERE)]
 
 import gpu_cards  # noqa: E402
 import gpu_decode  # noqa: E402
+import gpu_exchange  # noqa: E402
 import gpu_whole  # noqa: E402
 from devices.cuda.support import (  # noqa: E402
     activations,
@@ -405,7 +408,7 @@ def bench_failures(device) -> None:
 
 def main() -> int:
     global _shared
-    parts = ("kernels", "hops", "functions", "failures", "decode", "whole")
+    parts = ("kernels", "hops", "functions", "failures", "decode", "exchange", "whole")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts) + "; all by default")
     parser.add_argument("--cards", type=int, default=1, help="2 and more: what several cards do together, only that")
@@ -427,6 +430,7 @@ def main() -> int:
     device = devices[0]
     print(f"{device.name}, {device.card.arch}, {len(os.sched_getaffinity(0))} CPUs, {time.strftime('%Y-%m-%d')}")
     benches = {"kernels": bench_kernels, "hops": bench_hops, "failures": bench_failures}
+    scripts = {"decode": gpu_decode, "exchange": gpu_exchange, "whole": gpu_whole}
     for part in parts:
         if part not in wanted:
             continue
@@ -436,7 +440,7 @@ def main() -> int:
             bench_functions(workers, device)
         else:
             device.close()  # they open cards of their own
-            (gpu_decode if part == "decode" else gpu_whole).main([])
+            scripts[part].main([])
     device.close()
     if workers is not None:
         workers.terminate()

@@ -141,7 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     if len(cards) < args.cards:
         print(f"{len(cards)} cards are here, {args.cards} were asked for", file=sys.stderr)
         return 2
-    print(f"\n### {args.cards} cards, {args.geometry}, {cards[0].name}, {args.vram} MiB each, {time.strftime('%Y-%m-%d')}\n")
+    day = time.strftime("%Y-%m-%d")
+    print(f"\n### {args.cards} cards, {args.geometry}, {cards[0].name}, {args.vram} MiB each, {day}\n")
     check_names()
     config = geometry(args.geometry)
     shape = ModelShape.from_config(config)
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     off_s = statistics.median(seconds)
     engine.leave_cpus(cpus_to_leave(len(cpus), 0, cards))
     cpu_program = engine.program
-    cpu, _ = measure_cpu(engine.team.n_threads, engine.cpus, None)
+    cpu, _ = measure_cpu(engine)
     print(f"\nCPU alone: {1 / off_s:.1f} tok/s\n")
     row("second card", "split", "tok/s (median)", "predicted", "slots", "MiB taken", "identical")
     row("---", "---", "---:", "---:", "---:", "---:", "---")
@@ -161,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         medians = {}
         with Slowed(cards[1].card) if slowed else contextlib.nullcontext():
             devices = choose_devices(list(range(args.cards)))
-            figures = Probe(cpu, tuple(engine.on_thread(lambda d=d: measure_card(d))[0] for d in devices))
+            figures = Probe(cpu, tuple(measure_card(d, engine, cpu)[0] for d in devices))
             for name, text in SPLITS.items():
                 before = [device.free_bytes() for device in devices]
                 placing = _Placing(container, engine, shape, devices, text, args.vram * MIB, None, figures)
@@ -170,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
                 found, seconds, _ = run(engine, ids, 2 * args.tokens)
                 medians[name] = statistics.median(seconds[args.tokens :])
                 used = [(b - d.free_bytes()) / MIB for b, d in zip(before, devices, strict=True)]
-                same = sum(bool((a.view(np.uint32) == b.view(np.uint32)).all()) for a, b in zip(wanted, found, strict=True))
+                pairs = zip(wanted, found, strict=True)
+                same = sum(bool((a.view(np.uint32) == b.view(np.uint32)).all()) for a, b in pairs)
                 predicted = placed.plan.predicted_ms_per_token
                 row("slowed" if slowed else "alike", name, f"{1 / medians[name]:.1f}",
                     f"{1000 / predicted:.1f}" if predicted else "", "+".join(map(str, placed.plan.slots)),

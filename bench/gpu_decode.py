@@ -6,7 +6,8 @@ The model is made in memory with random weights.  For each router (even, skewed)
 every placement feeds the same ids, and every logit is compared as bits.  "cold" are the first tokens after loading,
 "warm" as many after those, when experts have had time to change places.  "off" has all threads; beside a card the team
 is as large as ``coli.load`` makes it, so that uploads and the driver have CPUs of their own.  "predicted" is what the
-placer's cost model says of the warm stretch with the machine's probe and the experts that were chosen.
+placer's cost model says of the warm stretch with the machine's probe and the experts that were chosen.  With --rounds
+every figure is the median of so many interleaved runs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +31,8 @@ from coli import log  # noqa: E402
 from coli.convert.synthetic import Synthetic, SyntheticContainer, geometry  # noqa: E402
 from coli.devices.cuda import probe  # noqa: E402
 from coli.engine.session import Engine  # noqa: E402
-from coli.placement import ModelShape, Probe, predict_seen  # noqa: E402
-from coli.placing import _Placing, cpus_to_leave  # noqa: E402
+from coli.placement import ModelShape, Probe, plan, predict_seen  # noqa: E402
+from coli.placing import Placed, _Placing, cpus_to_leave  # noqa: E402
 from coli.probing.cards import measure_card  # noqa: E402
 from coli.probing.host import measure_cpu  # noqa: E402
 
@@ -60,8 +63,10 @@ def make(name: str, skew: float) -> SyntheticContainer:
     return container
 
 
-def run(engine: Engine, ids: np.ndarray, tokens: int) -> tuple[np.ndarray, list[float], float]:
-    """Logits (T, vocabulary) and seconds of each decode step, and seconds of the prompt.
+def run(
+    engine: Engine, ids: np.ndarray, tokens: int, halfway: Callable[[], None] = lambda: None
+) -> tuple[np.ndarray, list[float], float]:
+    """Logits (T, vocabulary) and seconds of each decode step, and seconds of the prompt.   halfway : called there.
 
     Each step's array is copied and dropped, as a sampler would drop it: kept, every step would pay for fresh pages.
     """
@@ -71,12 +76,62 @@ def run(engine: Engine, ids: np.ndarray, tokens: int) -> tuple[np.ndarray, list[
     prompt_s = time.perf_counter() - start
     logits, seconds = np.zeros((tokens, engine.vocab_size), np.float32), []
     for number, token in enumerate(ids[PROMPT : PROMPT + tokens].tolist()):
+        if number == tokens // 2:
+            halfway()
         start = time.perf_counter()
         step = session.step(token)
         seconds.append(time.perf_counter() - start)
         logits[number] = step
     session.close()
     return logits, seconds, prompt_s
+
+
+class Run(NamedTuple):
+    """One placement's decode.   cold_s, warm_s : of each step.   predicted_s : of a step of the warm stretch.
+    same : of ``n`` logits, those with the CPU's bits."""
+
+    slots: int
+    cold_s: list[float]
+    warm_s: list[float]
+    predicted_s: float
+    hit_rate: float
+    same: int
+    n: int
+
+
+def decode(engine: Engine, placed: Placed, figures: Probe, ids: np.ndarray, tokens: int, wanted: np.ndarray) -> Run:
+    """Decode with what was placed, cold and then warm, and predict the warm stretch by what was seen of it."""
+    tier, seen = placed.tier, []
+
+    def look() -> None:
+        seen.append((tier.heat.recent.copy(), tier.residency.device.tolist()))
+
+    found, seconds, _ = run(engine, ids, 2 * tokens, lambda: engine.on_thread(look))
+    engine.on_thread(look)
+    same = sum(bool((a.view(np.uint32) == b.view(np.uint32)).all()) for a, b in zip(wanted, found, strict=True))
+    (before, first), (after, last) = seen
+    chosen = ((after - before) / tokens).tolist()
+    predicted = [  # experts change places meanwhile: with those of the beginning, and with those of the end
+        predict_seen(
+            placed.plan, figures, chosen=chosen, resident=resident, position=PROMPT + 1.5 * tokens
+        ).ms_per_token / 1e3
+        for resident in (first, last)
+    ]  # fmt: skip
+    hit_rate = tier.stats()["hit_rate"] or 0.0
+    return Run(
+        placed.plan.slots[0], seconds[:tokens], seconds[tokens:], statistics.mean(predicted), hit_rate, same, len(found)
+    )
+
+
+def print_row(router: str, budget: str, name: str, runs: Sequence[Run], base_s: float) -> None:
+    """The medians of a placement's runs; with several, the slowest and the fastest warm one behind."""
+    warm = sorted(statistics.median(one.warm_s) for one in runs)
+    middle, predicted = statistics.median(warm), statistics.median(one.predicted_s for one in runs)
+    spread = f", {1 / warm[-1]:.1f} to {1 / warm[0]:.1f}" if len(warm) > 1 else ""
+    row(router, budget, name, runs[0].slots, tok_s([s for one in runs for s in one.cold_s]),
+        tok_s([s for one in runs for s in one.warm_s]) + spread, f"{base_s / middle:.2f}", f"{1 / predicted:.1f}",
+        f"{middle / predicted:.2f}", f"{statistics.median(one.hit_rate for one in runs):.2f}",
+        f"{sum(one.same for one in runs)} of {sum(one.n for one in runs)}")  # fmt: skip
 
 
 def parts(engine: Engine, ids: np.ndarray, tokens: int) -> str:
@@ -118,7 +173,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--skews", default="0,0.8", help="of the router; 0 is even")
-    parser.add_argument("--by-hand", default="", metavar="MIB", help="with so much memory and the last router: lists, too")
+    parser.add_argument("--by-hand", default="", metavar="MIB",
+                        help="with so much memory and the last router: lists, too")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=1, help="of all placements, the order turned around each time")
     parser.add_argument("--parts", action="store_true", help="say where a token's time goes")
     args = parser.parse_args(argv)
     logging.getLogger("coli").setLevel(logging.WARNING)
@@ -128,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"no card: {probe.probe_cuda()}", file=sys.stderr)
         return 2
     config = geometry(args.geometry)
+    shape = ModelShape.from_config(config)
     print(f"\n### Decode, {args.geometry}, {devices[0].name}, {time.strftime('%Y-%m-%d')}\n")
     row("router", "VRAM MiB", "placement", "slots", "cold tok/s (median)", "warm tok/s (median)", "of off", "predicted",
         "over measured", "hit rate", "identical")  # fmt: skip
@@ -144,41 +202,38 @@ def main(argv: list[str] | None = None) -> int:
         wanted, seconds, _ = run(engine, ids, 2 * args.tokens)
         base = statistics.median(seconds[args.tokens :])
         cold, warm = tok_s(seconds[: args.tokens]), tok_s(seconds[args.tokens :])
-        row(router, "", f"off, {args.threads} threads", 0, cold, warm, "1.00", "", "", "", "")
+        cpu, _ = measure_cpu(engine)
+        alone = plan(shape, [], probe=Probe(cpu, ()), context=2048, position=PROMPT + 1.5 * args.tokens)
+        alone_s = alone.predicted_ms_per_token / 1e3
+        row(router, "", f"off, {args.threads} threads", 0, cold, warm, "1.00", f"{1 / alone_s:.1f}",
+            f"{base / alone_s:.2f}", "", "")  # fmt: skip
         if args.parts:
             print("-", parts(engine, ids, args.tokens))
         n_free = len(os.sched_getaffinity(0)) - args.threads
         engine.leave_cpus(cpus_to_leave(args.threads, n_free, devices))
         if figures is None:
-            cpu, _ = measure_cpu(engine.team.n_threads, engine.cpus, None)
-            figures = Probe(cpu, (engine.on_thread(lambda: measure_card(probe.list_devices()[0]))[0],))
+            cpu, _ = measure_cpu(engine)
+            figures = Probe(cpu, (measure_card(probe.list_devices()[0], engine, cpu)[0],))
         cpu_program = engine.program
-        shape = ModelShape.from_config(config)
         wishes = [(vram, "auto", "auto") for vram in args.vram.split(",") if vram]
         if skew == skews[-1]:
             wishes += [(vram, *wish) for vram in args.by_hand.split(",") if vram for wish in BY_HAND.items()]
-        for budget, name, text in wishes:
-            vram = "auto" if budget == "all" else int(budget) * MIB
-            device = probe.list_devices()[0]
-            placing = _Placing(container, engine, shape, [device], text, vram, None, figures)
-            placed = engine.on_thread(lambda: placing.run(None))  # noqa: B023
-            engine.program = placed.program
-            found, seconds, _ = run(engine, ids, 2 * args.tokens)
-            same = sum(bool((a.view(np.uint32) == b.view(np.uint32)).all()) for a, b in zip(wanted, found, strict=True))
-            tier = placed.tier
-            hit_rate = tier.stats()["hit_rate"] or 0.0
-            warm = statistics.median(seconds[args.tokens :])
-            predicted = predict_seen(
-                placed.plan, figures, chosen=(tier.heat.recent / tier.heat.tokens).tolist(),
-                resident=tier.residency.device.tolist(), position=PROMPT + 1.5 * args.tokens,
-            ).ms_per_token / 1e3  # fmt: skip
-            row(router, budget, name, placed.plan.slots[0], tok_s(seconds[: args.tokens]),
-                tok_s(seconds[args.tokens :]), f"{base / warm:.2f}", f"{1 / predicted:.1f}", f"{warm / predicted:.2f}",
-                f"{hit_rate:.2f}", f"{same} of {len(found)}")  # fmt: skip
-            if args.parts:
-                print("-", parts(engine, ids, args.tokens))
-            engine.program = cpu_program
-            engine.on_thread(placed.close)
+        runs: dict[tuple[str, str, str], list[Run]] = {wish: [] for wish in wishes}
+        for number in range(args.rounds):
+            for wish in wishes if number % 2 == 0 else wishes[::-1]:
+                budget, _, text = wish
+                vram = "auto" if budget == "all" else int(budget) * MIB
+                device = probe.list_devices()[0]
+                placing = _Placing(container, engine, shape, [device], text, vram, None, figures)
+                placed = engine.on_thread(lambda: placing.run(None))  # noqa: B023
+                engine.program = placed.program
+                runs[wish].append(decode(engine, placed, figures, ids, args.tokens, wanted))
+                if args.parts:
+                    print("-", parts(engine, ids, args.tokens))
+                engine.program = cpu_program
+                engine.on_thread(placed.close)
+        for (budget, name, _), found in runs.items():
+            print_row(router, budget, name, found, base)
         engine.close()
         container.close()
     return 0

@@ -3,8 +3,9 @@
     python bench/gpu_whole.py [--geometry qwen36-35b] [--depth 4096] [--prompts 512,2048] [--container FOLDER]
 
 Random weights made in memory; the CPU's logits are the reference, and every logit that is shown as equal was compared
-as bits.  With --container (written by ``coli synth GEOMETRY FOLDER``) loading is timed as a user meets it: from the
-mapped files, with the page cache warm.
+as bits.  With the experts in host memory the card computes part of a prompt's in passing; how much that gives stands
+beside the CPU alone.  With --container (written by ``coli synth GEOMETRY FOLDER``) loading is timed as a user meets it:
+from the mapped files, with the page cache warm.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from gpu_decode import MIB, make, row  # noqa: E402
 
 from coli import log  # noqa: E402
 from coli.convert.synthetic import geometry  # noqa: E402
-from coli.devices.cuda import probe  # noqa: E402
+from coli.devices.cuda import probe, stream  # noqa: E402
+from coli.engine import streaming  # noqa: E402
 from coli.engine.session import Engine, Session  # noqa: E402
 from coli.placement import ModelShape  # noqa: E402
 from coli.placing import Placed, _Placing, cpus_to_leave  # noqa: E402
@@ -139,20 +141,46 @@ def main(argv: list[str] | None = None) -> int:
     engine.program = cpu_program
     engine.on_thread(placed.close)
 
-    placed, _ = place(engine, container, shape, TRUNK)
-    n = prompts[0]
-    session, logits, s = prompt(engine, ids[:n])
-    row(f"prompt of {n}, experts on the CPU", f"{n / s:.0f} tok/s", same(logits, wanted[n]))
-    steps, seconds = decode(session, ids[n : n + 32].tolist())
-    row("decode, experts on the CPU", f"{1 / statistics.median(seconds):.1f} tok/s", "")
-    session.close()
+    in_host_memory(engine, container, shape, ids, {n: wanted[n] for n in prompts})
     engine.program = cpu_program
-    engine.on_thread(placed.close)
     engine.close()
     container.close()
     if args.container:
         time_loading(args.container)
     return 0
+
+
+def in_host_memory(
+    engine: Engine, container, shape: ModelShape, ids: np.ndarray, wanted: dict[int, np.ndarray]
+) -> None:
+    """The trunk on the card and no expert: prompts with the CPU alone for experts, and with part of them in passing.
+
+    wanted : logits behind the first n ids, by n.
+    """
+    stream_rows, stream_threads = streaming.STREAM_ROWS, stream._THREADS
+    for threads in (0, stream_threads, 2 * stream_threads):  # 0: nothing is streamed
+        streaming.STREAM_ROWS = stream_rows if threads else 1 << 30
+        stream._THREADS = threads or stream_threads
+        cpu_program = engine.program
+        placed, _ = place(engine, container, shape, TRUNK)
+        how = f"in passing by {threads} threads" if threads else "none in passing"
+        for n, expected in wanted.items():
+            session, logits, s = prompt(engine, ids[:n])
+            row(f"prompt of {n}, experts in host memory, {how}", f"{n / s:.0f} tok/s", same(logits, expected))
+            session.close()
+        if threads:
+            found = placed.program.spans[0].streaming
+            speeds, share = found.figures.speeds, found.streamed / max(found.missing, 1)
+            row("what was measured there", f"{share:.0%} in passing; stream {speeds.stream_gb_s:.1f} GB/s; CPU "
+                f"{speeds.cpu_gb_s:.0f} GB/s and {speeds.cpu_row_us:.1f} us a row", "")  # fmt: skip
+        else:
+            session = engine.session()
+            _, seconds = decode(session, ids[:32].tolist())
+            session.close()
+            row("decode, experts in host memory", f"{1 / statistics.median(seconds):.1f} tok/s", "")
+        engine.program = cpu_program
+        engine.on_thread(placed.close)
+    streaming.STREAM_ROWS, stream._THREADS = stream_rows, stream_threads
 
 
 def time_loading(folder: Path) -> None:
@@ -161,7 +189,7 @@ def time_loading(folder: Path) -> None:
 
     for what in ("first", "page cache warm"):
         start = time.perf_counter()
-        with coli.load(folder, place="auto", devices="cuda:0") as model:
+        with coli.load(folder, place="auto", devices="0") as model:
             loaded = time.perf_counter() - start
             session = model.session()
             session.prefill(list(range(512)))

@@ -3,8 +3,8 @@
     pip install 'coli[bench]' && python bench/peer_llama_cpp.py [--geometry small8] [--json]
 
 Experts are Q4_0 there and int4 in groups of 128 here, everything else Q8_0 there and int8 rows here.  Both get the
-same number of threads.  Each turn is a fresh process that loads, warms up, and reports medians; turns alternate, and the table
-shows the median of the turns and the bytes that each engine reads for a token.
+same number of threads.  Each turn is a fresh process that loads, warms up, and reports medians; turns alternate, and
+the table shows the median of the turns and the bytes that each engine reads for a token.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from statistics import median
 import llama_cpp
 path, prompt, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 ids = [int(i) for i in np.random.default_rng(0).integers(1, 32000, prompt)]
-llm = llama_cpp.Llama(path, n_ctx=prompt + 2 * {decode}, n_threads=threads, n_threads_batch=threads, n_batch=max(prompt, 512),
-                      n_ubatch=max(prompt, 512), verbose=False)
+llm = llama_cpp.Llama(path, n_ctx=prompt + 2 * {decode}, n_threads=threads, n_threads_batch=threads,
+                      n_batch=max(prompt, 512), n_ubatch=max(prompt, 512), verbose=False)
 prefill, decode = [], []
 for turn in range({repeats} + 1):
     llm.reset()

@@ -63,8 +63,8 @@ class ModelConfig:
     """What the forward pass needs to know of a model.
 
     Field names are the keys of the (text) config.  ``layer_types`` has one of "linear_attention"
-    (Gated DeltaNet) or "full_attention" a layer.  ``eos_token_ids`` are what these two files name, checked; an answer ends
-    at more than these (`coli.text.defaults.stop_ids`, which knows the tokenizer's files too).
+    (Gated DeltaNet) or "full_attention" a layer.  ``eos_token_ids`` are what these two files name, checked; an answer
+    ends at more than these (`coli.text.defaults.stop_ids`, which knows the tokenizer's files too).
     """
 
     model_type: str
@@ -203,7 +203,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def shown(value: Any, longest: int = 80) -> str:
-    """A value from a file or a request, for a message of one line: in ASCII, control characters escaped, cut to length."""
+    """A value from a file or a request, for a message of one line: ASCII, control characters escaped, cut to length."""
     text = ascii(value)
     return text if len(text) <= longest else text[: longest - 3] + "..."
 

@@ -148,7 +148,8 @@ class Score(NamedTuple):
 class Model:
     """A loaded model.  Made by `coli.load`; a context manager.
 
-    engine : what computes.   placed : what lies where.   folder : the container, for its tokenizer, template and generation_config.json.
+    engine : what computes.   placed : what lies where.
+    folder : the container, for its tokenizer, template and generation_config.json.
     """
 
     def __init__(
@@ -343,7 +344,8 @@ class Model:
             return self.tokenizer.encode(prompt_or_ids, special=True)
         if isinstance(prompt_or_ids, (bytes, bytearray, Mapping)) or not isinstance(prompt_or_ids, Iterable):
             raise RequestError(
-                f"the prompt is of type {type(prompt_or_ids).__name__}; text or a list of token ids was expected", "prompt"
+                f"the prompt is of type {type(prompt_or_ids).__name__}; text or a list of token ids was expected",
+                "prompt",
             )
         ids = list(prompt_or_ids)
         for place, token_id in enumerate(ids):

@@ -164,7 +164,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Requests that may wait for a place; what comes beyond is answered 429 with Retry-After.",
             _number_up_to(100_000)),
     Setting("prefix_cache", 1 << 30, "bytes", ("COLI_PREFIX_CACHE",), "--prefix-cache",
-            "Memory for states of earlier prompts, so that a prompt that begins alike is not computed again; 0 keeps none.",
+            "Memory for states of earlier prompts, so that a prompt that begins alike is not computed again; "
+            "0 keeps none.",
             _memory),
     Setting("prefix_every", 512, "tokens", ("COLI_PREFIX_EVERY",), "--prefix-every",
             "A long prompt leaves a state each so many tokens, besides the one at its end.", _count("tokens")),

@@ -6,7 +6,8 @@
 
 The rule is `readers.outcome`: success, or one ColiError of one printable line.  A traceback, a message that is not one
 line, more than 10 s on one file, or more than 4 GiB of memory ends the run with status 1; the file that did it is left
-in the folder that is named.  libFuzzer drives; two changes of five are its own, the others know JSON (`readers.damage`).
+in the folder that is named.  libFuzzer drives; two changes of five are its own, the others know JSON
+(`readers.damage`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def _fuzz(name: str, limit: str, corpus: Path | None, seed: int) -> int:
     flags = [limit, f"-seed={seed}", "-timeout=10", "-rss_limit_mb=4096", f"-artifact_prefix={scratch}/", str(corpus)]
     started = time.monotonic()
     with open(scratch / "log", "wb") as log:
-        status = subprocess.run([sys.executable, __file__, CHILD, name, scratch, *flags], stdout=log, stderr=log).returncode
+        command = [sys.executable, __file__, CHILD, name, scratch, *flags]
+        status = subprocess.run(command, stdout=log, stderr=log).returncode
     elapsed_s = time.monotonic() - started
     taken, refused = np.fromfile(scratch / "counts", np.int64)
     verdict = "no fault" if status == 0 else f"FAULT (status {status}; see {scratch})"

@@ -250,7 +250,8 @@ def _damage_bytes(raw: bytes, rng: random.Random) -> bytes:
         at = rng.randrange(len(changed) + 1)
         action = rng.randrange(4)
         if action == 0:
-            changed[at : at + rng.randrange(9)] = rng.choice((b"", b"[" * 2000, b'"', b"\\u", b"\xff", b"{}", b"9" * 5000))
+            piece = rng.choice((b"", b"[" * 2000, b'"', b"\\u", b"\xff", b"{}", b"9" * 5000))
+            changed[at : at + rng.randrange(9)] = piece
         elif action == 1 and at < len(changed):
             changed[at] = rng.randrange(256)
         elif action == 2:

@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     with load_model(args) as model:
         least = 2 * max(args.repeats, 5) + 4
         if model.context < least:
-            raise RequestError(f"the context of {model.context} is too short to measure in; {least} are needed", "context")
+            raise RequestError(
+                f"the context of {model.context} is too short to measure in; {least} are needed", "context"
+            )
         if args.prompt_tokens + args.decode_tokens > model.context:
             raise RequestError(
                 f"{args.prompt_tokens} + {args.decode_tokens} tokens do not fit the context of {model.context}; "

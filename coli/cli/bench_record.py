@@ -51,7 +51,8 @@ def model_record(
         if turn:
             prefill.append(middle - start)
             decode.append(end - middle)
-    row = decode_bench(model.engine, position=max(1, min(16, model.context - 2 * max(repeats, 5) - 2))).measure(max(repeats, 5))
+    steps = max(repeats, 5)
+    row = decode_bench(model.engine, position=max(1, min(16, model.context - 2 * steps - 2))).measure(steps)
     stats, (topology, limits) = model.stats(), local_machine()
     return {
         "record": RECORD_VERSION,

@@ -1,9 +1,9 @@
 """``coli chat``: a conversation on the terminal, or piped in a turn a line.
 
-The history is messages; each turn renders the whole of it and computes only what is new.  The last answer's state serves
-where the prompt goes on from it.  Where it does not (the template dropped a thought, an answer was cut off), a copy of the
-state from before that answer does: it was kept behind the turn's message, where the answer's part of the prompt began.
-Otherwise (/load) it starts from scratch.  All three give the same bits.
+The history is messages; each turn renders the whole of it and computes only what is new.  The last answer's state
+serves where the prompt goes on from it.  Where it does not (the template dropped a thought, an answer was cut off), a
+copy of the state from before that answer does: it was kept behind the turn's message, where the answer's part of the
+prompt began.  Otherwise (/load) it starts from scratch.  All three give the same bits.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ class Conversation:
         from coli.placement import place_lines
 
         yield from (f"[place] {line}" for line in place_lines(placed.plan))
-        yield from (f"[place] {part} on {device} failed, the CPU does it: {why}" for part, device, why in stats["fallen"])
+        for part, device, why in stats["fallen"]:
+            yield f"[place] {part} on {device} failed, the CPU does it: {why}"
         yield from (f"[tier] {line}" for line in placed.summary())
 
 

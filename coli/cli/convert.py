@@ -7,9 +7,9 @@ import json
 
 HELP = (
     "Convert a Hugging Face checkpoint, or a GGUF file (pip install 'coli[gguf]'), into a container. It is read once, "
-    "piece by piece, and checked at the end; after an interruption the same command goes on where it was (its work lies "
-    "in DST.partial). A full disk ends it with status 2 and keeps what is done. 16 bits, for both, keeps every weight as "
-    "stored: the reference path."
+    "piece by piece, and checked at the end; after an interruption the same command goes on where it was (its work "
+    "lies in DST.partial). A full disk ends it with status 2 and keeps what is done. 16 bits, for both, keeps every "
+    "weight as stored: the reference path."
 )
 
 

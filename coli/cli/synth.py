@@ -13,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--hf", action="store_true", help="a bf16 Hugging Face checkpoint instead of a container")
     form.add_argument("--gguf", action="store_true", help="a GGUF of the same geometry (experts Q4_0, the rest Q8_0)")
-    parser.add_argument("--skew", type=float, default=0.0, metavar="S", help="popularity of expert rank r is r**-S; 0: even")
+    parser.add_argument("--skew", type=float, default=0.0, metavar="S",
+                        help="popularity of expert rank r is r**-S; 0: even")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
 
 

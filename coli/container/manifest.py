@@ -72,7 +72,8 @@ def parse_manifest(values: dict[str, Any], source: str) -> Manifest:
     version = values.get("version")
     if version != VERSION or isinstance(version, bool):
         raise ModelError(
-            f"{source}: container version {shown(version)}; this coli reads version {VERSION}: convert the checkpoint again"
+            f"{source}: container version {shown(version)}; this coli reads version {VERSION}: "
+            "convert the checkpoint again"
         )
     types = {"str": str, "bool": bool}
     for field in fields(Manifest):

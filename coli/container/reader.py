@@ -311,7 +311,8 @@ def _layout(
     layout = slab_layout(manifest.expert_format, hidden_size, intermediate_size)
     for key, value in experts_field(layout, *counts).items():
         if manifest.experts.get(key) != value:
-            raise ModelError(f"{source}: experts.{key} is {shown(manifest.experts.get(key))}; config.json makes it {value}")
+            found = shown(manifest.experts.get(key))
+            raise ModelError(f"{source}: experts.{key} is {found}; config.json makes it {value}")
     return manifest.expert_format, layout, *counts
 
 

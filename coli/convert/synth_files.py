@@ -382,9 +382,8 @@ def _gguf_tensors(weights: Synthetic, q8: Any, q4: Any, f32: Any) -> Iterator[tu
             values = bf16_to_float32(payload).reshape(-1, 32)
             scale = (np.abs(values).max(1) / 127).astype(np.float16)
             q = np.rint(values / np.maximum(scale.astype(np.float32), 1e-8)[:, None]).clip(-127, 127).astype(np.int8)
-            made.append(
-                np.concatenate([scale.view(np.uint8).reshape(-1, 2), q.view(np.uint8)], axis=1).reshape(len(payload), -1)
-            )
+            block = [scale.view(np.uint8).reshape(-1, 2), q.view(np.uint8)]
+            made.append(np.concatenate(block, axis=1).reshape(len(payload), -1))
         return np.concatenate(made)
 
     def plus_one(x: np.ndarray) -> np.ndarray:

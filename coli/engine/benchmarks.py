@@ -72,9 +72,8 @@ class Bench:
         """Alternate with the ruler."""
         work_s, read_s = self.engine._thread.call(lambda job: alternate(self.run, self.read, repeats))
         gb_s, read_gb_s = self.n_bytes / work_s / 1e9, self.n_bytes / read_s / 1e9
-        return Row(
-            self.name, self.engine.team.n_threads, gb_s, read_gb_s, gb_s / read_gb_s, work_s * 1e6, self.n_bytes, repeats
-        )
+        n_threads = self.engine.team.n_threads
+        return Row(self.name, n_threads, gb_s, read_gb_s, gb_s / read_gb_s, work_s * 1e6, self.n_bytes, repeats)
 
 
 def _begin(engine: Engine) -> None:
@@ -170,7 +169,8 @@ def _experts_bench(engine: Engine, name: str) -> Bench:
     slabs = engine.container.slabs("layers.0.mlp.experts")
     config, rng = engine.config, np.random.default_rng(2)
     runner, first = engine._runner, step.OPS.index("MOE")
-    draws = [np.sort(rng.choice(config.num_experts, (4, config.num_experts_per_tok), False).astype(np.int32)) for _ in range(64)]
+    shape = 4, config.num_experts_per_tok
+    draws = [np.sort(rng.choice(config.num_experts, shape, False).astype(np.int32)) for _ in range(64)]
     turn = iter(range(1 << 62))
     top_idx = np.asarray(runner.buffer("top_idx"))
 

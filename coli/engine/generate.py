@@ -46,7 +46,9 @@ class Token(NamedTuple):
 def check_max_tokens(max_tokens: int | None) -> None:
     """RequestError unless ``max_tokens`` is None or a whole number, 0 or more."""
     if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0):
-        raise RequestError(f"max_tokens is {max_tokens!r:.80}; a whole number, 0 or more, was expected", param="max_tokens")
+        raise RequestError(
+            f"max_tokens is {max_tokens!r:.80}; a whole number, 0 or more, was expected", param="max_tokens"
+        )
 
 
 class Answer:

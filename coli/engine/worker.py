@@ -109,8 +109,8 @@ class EngineThread:
             job.done.acquire()
         except BaseException as interrupt:
             job.cancelled = True
-            # A second Ctrl-C must not leave a job behind that goes on changing its session. The first may have come when
-            # the lock was taken already: who asked for it once more would wait for ever.
+            # A second Ctrl-C must not leave a job behind that goes on changing its session. The first may have come
+            # when the lock was taken already: who asked for it once more would wait for ever.
             while queued and not job.finished:
                 try:
                     job.done.acquire(timeout=0.05)

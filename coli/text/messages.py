@@ -60,7 +60,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} is {_kind(message)}; an object with role and content was expected", param=where)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role is {shown(role)}; one of {', '.join(ROLES)} was expected", param=f"{where}.role")
+        known = ", ".join(ROLES)
+        raise RequestError(f"{where}.role is {shown(role)}; one of {known} was expected", param=f"{where}.role")
     turn = dict(message)
     turn["role"] = "system" if role == "developer" else role
     turn["content"] = _content(message.get("content"), role, where)

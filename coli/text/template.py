@@ -195,10 +195,13 @@ class ChatTemplate:
         try:
             text = self._template.render(variables)
         except jinja2.TemplateError as error:  # raise_exception, an undefined name, a sandbox violation
-            raise RequestError(f"the chat template refused the conversation: {one_line(error)}", param="messages") from None
+            raise RequestError(
+                f"the chat template refused the conversation: {one_line(error)}", param="messages"
+            ) from None
         except Exception as error:  # a template is a program of the checkpoint's: what it does with odd input is open
             raise RequestError(
-                f"the chat template cannot render this conversation ({type(error).__name__}: {one_line(error)})", param="messages"
+                f"the chat template cannot render this conversation ({type(error).__name__}: {one_line(error)})",
+                param="messages",
             ) from None
         if len(text) > _LONGEST_TEXT:
             raise RequestError(

@@ -1,6 +1,7 @@
 """Which test covers which acceptance case: ``python tests/cases/index.py`` writes the table of README.md.
 
-A test covers a case when its name or its docstring has the case's number; a module's docstring speaks for all its tests.
+A test covers a case when its name or its docstring has the case's number; a module's docstring speaks for all its
+tests.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def page() -> str:
         "# Acceptance cases",
         "",
         "What people who run hybrid mixture-of-experts models on mixed machines trip over, and the tests that hold it.",
-        "Made by `python tests/cases/index.py` from the numbers in the tests' names and docstrings; tests that span several",
+        "Made by `python tests/cases/index.py` from the numbers in the tests' names and docstrings; "
+        "tests that span several",
         "rooms are in `test_cases.py`, all others where their subject is. Files of the cases are in `tests/data`.",
         "",
         "| case | what | tests |",

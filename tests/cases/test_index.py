@@ -19,4 +19,5 @@ def test_page_names_tests_that_exist():
     named = re.findall(r"`(\w[\w/]*\.py)(?:::(\w+))?`", index.PAGE.read_text(encoding="utf-8").partition("| --- |")[2])
     assert len(named) > 80
     for path, test in named:
-        assert f"def {test}(" in (index.TESTS / path).read_text(encoding="utf-8") if test else (index.TESTS / path).exists()
+        file = index.TESTS / path
+        assert f"def {test}(" in file.read_text(encoding="utf-8") if test else file.exists()

@@ -14,9 +14,9 @@ from coli.text.tokenizer import Tokenizer
 
 TOOLS = json.loads((CASES / "streams" / "tool_basic.json").read_text())["tools"]
 ANSWER = (
-    "I should look it up,\n\nnaïvely 🔭.\n</think>\n\nLet me look. \n\n<tool_call>\n<function=get_weather>\n<parameter=city>\n"
-    "São Paulo 👩‍🔬 </x>\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
-    "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+    "I should look it up,\n\nnaïvely 🔭.\n</think>\n\nLet me look. \n\n<tool_call>\n<function=get_weather>\n"
+    "<parameter=city>\nSão Paulo 👩‍🔬 </x>\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
 )
 
 

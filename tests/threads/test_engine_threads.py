@@ -17,7 +17,7 @@ IDS = [5, 300, 17, 4000]
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity masks")
 @pytest.mark.parametrize("variables", [{}, {"OMP_PROC_BIND": "close"}, {"OMP_PLACES": "cores"}])
 def test_main_thread_keeps_its_mask_under_omp_variables(variables):
-    """libgomp pins the thread that loads it when OMP_* asks for binding; after a load the main thread has its mask back."""
+    """libgomp pins the thread that loads it when OMP_* asks for binding; the main thread gets its mask back."""
     code = (
         "import os\nbefore = sorted(os.sched_getaffinity(0))\nimport coli\n"
         "with coli.load('demo', devices='none') as model:\n    model.logits([1, 2, 3])\n"

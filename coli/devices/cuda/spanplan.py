@@ -186,7 +186,9 @@ class Launch:
         self.jobs_at = scratch.take(plan.JOB.itemsize * n * self.top_k)
         self.chosen_at = scratch.take(4 * n * self.top_k)
 
-    def _run(self, kernel: str, variant: str, grid: tuple[int, ...], threads: int, shared: int, *arguments: Any) -> None:
+    def _run(
+        self, kernel: str, variant: str, grid: tuple[int, ...], threads: int, shared: int, *arguments: Any
+    ) -> None:
         """A kernel that waits itself for the one before it."""
         self.context.launch(kernel, variant, grid, threads, shared, self.stream, *arguments, early=True)
 

@@ -8,7 +8,7 @@ from cuda.bindings import nvrtc
 
 
 def _room(n: int) -> bytes:
-    """Bytes for the library to write into.  Never one alone: that object is Python's own, shared by the whole process."""
+    """Bytes for the library to write into.  Never one alone: that object is Python's own, for the whole process."""
     return bytes(max(n, 2))
 
 

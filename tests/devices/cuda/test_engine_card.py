@@ -104,7 +104,8 @@ def test_every_list_answers_as_the_cpu(cases, where, name, place):
     """auto, off and lists on the demo model and the fixtures, prefill and decode."""
     stats = check(cases(name), f"{name} {place}", place=place)
     assert stats["fallen"] == []
-    assert stats["mixers"] > 0 or place not in ("auto:bytes", LISTS[-1], LISTS[6])  # by time, nothing so small is worth a hop
+    # by time, nothing so small is worth a hop
+    assert stats["mixers"] > 0 or place not in ("auto:bytes", LISTS[-1], LISTS[6])
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,8 @@ def _environment() -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("where", "place"),
-    on(card=[("auto:bytes",), ("dnproj=0,shexp=0,lmhead=0,experts=0",)], emulated=[("auto:bytes",)]), indirect=["where"],
+    on(card=[("auto:bytes",), ("dnproj=0,shexp=0,lmhead=0,experts=0",)], emulated=[("auto:bytes",)]),
+    indirect=["where"],
 )  # fmt: skip
 def test_trap_in_token_20_leaves_the_text(where, place):
     """A kernel that traps loses the card in the middle of an answer; the text goes on, one line says how long."""

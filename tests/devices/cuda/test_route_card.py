@@ -104,7 +104,9 @@ def test_router_logits_equal_the_cpu(card, format, cols, rows, t):
     assert same_bits(card.get(z_at, t, 1), product(v, second, x))
 
 
-@pytest.mark.parametrize(("n", "top_k", "t"), [(256, 8, 3), (16, 4, 40), (33, 1, 2), (512, 32, 2), (1000, 10, 1), (300, 8, 9)])
+@pytest.mark.parametrize(
+    ("n", "top_k", "t"), [(256, 8, 3), (16, 4, 40), (33, 1, 2), (512, 32, 2), (1000, 10, 1), (300, 8, 9)]
+)
 @pytest.mark.parametrize("asks", [True, False])
 def test_chosen_experts_equal_the_cpu(card, n, top_k, t, asks):
     """Choice, order, ties, weights, gates, jobs; and what the host is told when somebody is missing."""
@@ -122,8 +124,8 @@ def test_chosen_experts_equal_the_cpu(card, n, top_k, t, asks):
     external_at, missing_at = card.room(t, top_k, dtype=np.uint8), card.room(1)
     ask_at, mail_at = card.put(np.array([41, 7], np.uint32)), card.put(np.zeros(MAIL_BYTES, np.uint8))
     per_lane = next(per for per in (8, 16, 32) if n <= 32 * per)
-    card.run("choose_experts", str(per_lane), (1,), 32 * min(32, t), 8 * n, card.put(logits), card.put(gate), n, top_k, t,
-             card.put(slots), w_at, gate_at, jobs_at, chosen_at, idx_at, external_at, missing_at, ask_at,
+    card.run("choose_experts", str(per_lane), (1,), 32 * min(32, t), 8 * n, card.put(logits), card.put(gate), n,
+             top_k, t, card.put(slots), w_at, gate_at, jobs_at, chosen_at, idx_at, external_at, missing_at, ask_at,
              mail_at if asks else 0)  # fmt: skip
     wanted = [kernels.router(row, top_k) for row in logits]
     idx = np.stack([i for i, _ in wanted])

@@ -54,7 +54,8 @@ def test_grouped_experts_equal_the_cpu(card, format, hidden, dim, n_rows, top_k,
     x = activations(rng, n_rows, hidden)
     y_at = card.room(n_rows * top_k, hidden)
     plan.grouped_experts(card, slab, n_rows, top_k, n_experts, card.put(chosen), card.put(slabs),
-                         put_acts(card, x, slab.gate.n_groups), lambda n: card.room(n, dtype=np.uint8), y_at)  # fmt: skip
+                         put_acts(card, x, slab.gate.n_groups), lambda n: card.room(n, dtype=np.uint8),
+                         y_at)  # fmt: skip
     y = card.get(y_at, n_rows, top_k, hidden)
     for e in range(n_experts):
         row, rank = np.nonzero(chosen == e)
