@@ -28,7 +28,8 @@ class Promotion:
     max_swaps_of_prompt : the same behind a prompt, where the order may be another one altogether.
     ratio, margin : a newcomer must have more than ``ratio * victim + margin`` counts.  A quarter more and four counts
         is what the source's tier settled on; the four keep cold experts, all near zero, from swapping at each chance.
-    max_slowdown : of a decode step, by the uploads beside it, as a share; infinite for uploads at any cost.
+    max_slowdown : of a decode step, by the uploads beside it, as a share; infinite for uploads at any cost.  3 % are
+        not to be exceeded, and what an upload takes is an estimate.
     max_wait : of the first token, for swaps that are worth it, as a share of the prompt's seconds.
     """
 
@@ -37,7 +38,7 @@ class Promotion:
     max_swaps_of_prompt: int = 256
     ratio: float = 1.25
     margin: float = 4.0
-    max_slowdown: float = 0.03
+    max_slowdown: float = 0.025
     max_wait: float = 0.1
 
 
