@@ -267,15 +267,11 @@ class Context:
 
     # ---- streams, events, copies -------------------------------------------------------------------------
 
-    def stream(self, ahead: bool = False) -> Any:
-        """A new stream, independent of the default one.   ahead : its work is taken before that of other streams."""
+    def stream(self) -> Any:
+        """A new stream, independent of the default one."""
         self.set_current()
         flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        if ahead:
-            made = self._driver.cuStreamCreateWithPriority(flags, -1)  # 0 is the others'; lower comes first
-        else:
-            made = self._driver.cuStreamCreate(flags)
-        stream = self.check(made, "make a stream")
+        stream = self.check(self._driver.cuStreamCreate(flags), "make a stream")
         self._streams.append(stream)
         return stream
 
@@ -304,7 +300,7 @@ class Context:
         self.check(self._driver.cuEventRecord(event, stream), "copy")
 
     def hold(self, stream: Any, event: Any) -> None:
-        """What comes to a stream from here on waits for an event's place, as it was recorded last; the host does not."""
+        """What comes to a stream from here on waits for an event's place, as recorded last; the host does not."""
         self.check(self._driver.cuStreamWaitEvent(stream, event, 0), "copy")
 
     def wait_event(self, event: Any) -> None:

@@ -514,7 +514,7 @@ class CudaDevice:
             if self._slab is None or self._workspace is None or not self._spans:
                 raise DeviceError(f"{self.name}: experts in passing without a span, or without their shape", "launch")
             rows, top_k = (max(numbers) for numbers in zip(*((span.max_rows, span.top_k) for span in self._spans)))
-            self._streamer = Streamer(context, self._slab, rows, top_k, self._workspace)
+            self._streamer = Streamer(context, self._slab, rows, top_k)
 
     def begin_stream(
         self, run: SpanRun, asked: Asked, experts: np.ndarray, slabs: Sequence[np.ndarray]
@@ -523,7 +523,7 @@ class CudaDevice:
 
         experts : int (n,), some of those asked for.   slabs : of each, uint8, read until `wait` has returned.
         """
-        if self._streamer is None or self._workspace.open is not run:
+        if self._streamer is None or self._workspace.open is not run or not run.is_stepwise:
             raise DeviceError(f"{self.name}: experts in passing, and nobody is ready for them", "launch")
         answers_at = self._workspace.mailbox.at("answers")
         return self._streamer.begin(run.launch.rows.acts, answers_at, asked, experts, slabs)

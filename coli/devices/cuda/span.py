@@ -204,6 +204,8 @@ class CudaSpan:
         workspace.open = run
         try:
             graph, run.launch = self._start(shape, x)
+            if not graph:
+                run.launched()
         except BaseException:
             run.abandon()
             raise
@@ -246,7 +248,7 @@ class CudaSpan:
         self.workspace.mailbox.bytes_of("list")[at : at + 4 * len(rows)].view(np.int32)[:] = rows
 
     def _start(self, shape: Shape, x: np.ndarray) -> tuple[int, Launch]:
-        """Rows into pinned memory, and everything is launched; the graph, if it is one."""
+        """Rows into pinned memory; the graph is launched, if it is one."""
         context, workspace = self.context, self.workspace
         if shape.n_rows <= _GRAPH_ROWS and shape.longest == 1:
             graph, launch = self._graph(shape)
@@ -255,8 +257,6 @@ class CudaSpan:
         code = context.launcher.start(x, workspace.mailbox.at("x"), self._stride, graph, self.stream_address)
         if code != 0:
             raise context.error(code, "a span")
-        if graph == 0:
-            launch.run()
         return graph, launch
 
     def _launches(self, shape: Shape) -> Launch:

@@ -5,7 +5,7 @@ The same code counts the scratch that a batch takes: it is run with a context th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -21,6 +21,9 @@ from coli.devices.cuda.mixer import Mixer
 HEAD_ROWS = 8  # rows whose logits one pass makes; pinned memory holds them
 MAX_TOP_K, MAX_EXPERTS = 32, 1024  # what choose_experts takes
 _WATCHERS = 8  # from more rows on a kernel of its own watches the mailbox
+STEP_ROWS = 64
+"""From so many rows on nothing on the card waits for the host's answers, which take it milliseconds: the host goes on
+when it has answered, and meanwhile other work may run on the card."""
 _SHARED_BYTES = 48 << 10
 _LIST_BLOCKS = 64
 
@@ -194,6 +197,13 @@ class Launch:
 
     def run(self) -> None:
         """From the rows in pinned memory to x, or to the logits, and the flag."""
+        for _ in self.pieces(stops=False):
+            pass
+
+    def pieces(self, *, stops: bool) -> Iterator[None]:
+        """The same in pieces, where it ``stops``: each ends where a layer has asked, and the host goes on with the next
+        one when the answer is there.  Else the card waits for the answer, and there is one piece.
+        """
         mark = self.scratch.at
         self._begin()
         batch = self.list.batch(self.list_at, self.shape.longest, self.shape.chunks)
@@ -204,7 +214,10 @@ class Launch:
             self._norm2(layer, asks)
             self._route(layer, place, asks)
             self.scratch.at = mark
-            self._experts(layer, place, asks)
+            contributions = self._experts(layer, place)
+            if asks and stops:
+                yield
+            self._combine(layer, place, asks, *contributions, waits=asks and not stops)
         self.scratch.at = mark
         if self.head is not None and self.shape.n_logits:
             self.logits(self.shape.n_logits)
@@ -250,19 +263,24 @@ class Launch:
                   self.jobs_at, self.chosen_at, top_at, external_at, missing_at, self.post.ask_at,
                   self.post.mail_at if asks else 0)  # fmt: skip
 
-    def _experts(self, layer: Layer, place: int, asks: bool) -> None:
-        """What the card has of the experts, then the sum over ranks and the next layer's norm."""
+    def _experts(self, layer: Layer, place: int) -> tuple[int, int]:
+        """What the card has of the experts.  Where the ranks' vectors lie, and the shared expert's."""
         n, jobs = self.shape.n_rows, self.shape.n_rows * self.top_k
         y_at, shared_y_at = self.scratch.take(4 * jobs * self.hidden), self.scratch.take(4 * n * self.hidden)
         compute = self._many_experts if n >= plan.GEMM_TOKENS else self._few_experts
         compute(layer, place, y_at, shared_y_at)
-        post, mail = self.post, self.post.mail_at if asks else 0
-        if asks and n > _WATCHERS:
+        return y_at, shared_y_at
+
+    def _combine(self, layer: Layer, place: int, asks: bool, y_at: int, shared_y_at: int, *, waits: bool) -> None:
+        """The sum over ranks and the next layer's norm.   waits : for the host's answer, on the card."""
+        n, post = self.shape.n_rows, self.post
+        mail = post.mail_at if waits else 0
+        if waits and n > _WATCHERS:
             self._run("await_answer", "", (1,), 32, 0, post.ask_at, mail, layer.shared is None)
             mail = 0
         last = place == len(self.layers) - 1
         answers_at = post.at("answers") if asks else 0
-        shared_answers_at = answers_at + 4 * jobs * self.hidden if layer.shared is None else 0
+        shared_answers_at = answers_at + 4 * n * self.top_k * self.hidden if layer.shared is None else 0
         self._run("combine_norm", "", (n,), self.norm_threads, self.norm_shared, self.rows.x_at, self.hidden, y_at,
                   shared_y_at, self.top_w_at, self.gate_w_at, self.top_k, self.jobs_at, answers_at, shared_answers_at,
                   post.ask_at, mail, 0 if last else self.layers[place + 1].norm1_at, self.eps, self.rows.xn_at,

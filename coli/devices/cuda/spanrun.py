@@ -5,7 +5,7 @@ Waiting and copying happen without the GIL (``_core/cudalaunch.pyx``); a questio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,8 +22,8 @@ class Answers:
     """What runs of one shape look at in pinned memory, taken once: every line between two layers costs.
 
     places : of the asking layers.   always : by layer, 1 where the host computes the shared expert.
-    top_idx, missing : as `Mailbox.choices` gives them.   asked : the questions of the asking layers.   into, shared_into : where an answer
-    and the shared expert's go.
+    top_idx, missing : as `Mailbox.choices` gives them.   asked : the questions of the asking layers.
+    into, shared_into : where an answer goes, and the shared expert's.
     """
 
     def __init__(self, span: CudaSpan, shape: Shape) -> None:
@@ -62,6 +62,28 @@ class SpanRun:
         self._owes = False  # the card waits for an answer
         self._answers = answers
         self._stream = span.stream_address
+        self._pieces: Iterator[None] | None = None  # of a batch whose card does not wait for its host
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether nothing on the card waits while the host answers."""
+        return self._pieces is not None
+
+    def launched(self) -> None:
+        """Launch the batch, which is no graph's: all of it, or up to the first question."""
+        if self._shape.asks and self._shape.n_rows >= spanplan.STEP_ROWS:
+            self._pieces = self.launch.pieces(stops=True)
+            self._go_on()
+        else:
+            self.launch.run()
+
+    def _go_on(self) -> None:
+        """Launch what is behind an answer, up to the next question or the end."""
+        try:
+            next(self._pieces, None)
+        except DeviceError:
+            self.abandon()
+            raise
 
     def ask(self) -> Asked | None:
         """Wait for the next layer that lacks something; None once the card needs nobody any more."""
@@ -70,18 +92,26 @@ class SpanRun:
             raise DeviceError(f"{self._context.name}: asked again before the answer", "launch")
         if self._next >= len(self._shape.asks):
             return None
-        views = self._answers
-        code, at = self._context.launcher.ask(
-            self._mailbox.asked_at, self._number + 1 & 0xFFFFFFFF, self._next, views.places, views.always,
-            views.missing, self._stream,
-        )  # fmt: skip
-        if code != 0:
-            raise self._failed(code)
-        self._next = at + 1
-        if at == len(views.places):
-            return None
-        self._owes = True
-        return views.asked[at]
+        views, n = self._answers, len(self._shape.asks)
+        while True:
+            # a question that is behind a piece which was not launched yet does not come
+            places = views.places if self._pieces is None else views.places[: self._next + 1]
+            code, at = self._context.launcher.ask(
+                self._mailbox.asked_at, self._number + 1 & 0xFFFFFFFF, self._next, places, views.always,
+                views.missing, self._stream,
+            )  # fmt: skip
+            if code != 0:
+                raise self._failed(code)
+            if at < len(places):
+                self._next, self._owes = at + 1, True
+                return views.asked[at]
+            if self._pieces is None:
+                self._next = n
+                return None
+            self._next = at
+            self._go_on()
+            if at == n:
+                return None
 
     def answer(self, expert_y: np.ndarray, slot_of: np.ndarray, shared_y: np.ndarray | None) -> None:
         """Give what was asked for; the card goes on.  The arrays are free again on return."""
@@ -95,6 +125,8 @@ class SpanRun:
             self._number + self._next & 0xFFFFFFFF,
         )  # fmt: skip
         self._owes = False
+        if self._pieces is not None:
+            self._go_on()
 
     def finish(
         self, x_out: np.ndarray | None, logits: np.ndarray | None, soon: Callable[[], None] | None = None

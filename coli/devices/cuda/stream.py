@@ -5,17 +5,9 @@ While a span waits for its host's answer, threads of the host fill pinned buffer
 cores compute a wave of experts while the next one comes.  What comes of them is written where the span looks for the
 host's answer, so it never comes back.  The kernels are those of every expert group, so the bits are the CPU's.
 
-The span's own stream holds a kernel that waits for the host, and the host waits for this one.  Nothing here may
-therefore wait for that stream:
-
-- Memory, pinned and not, streams, events, kernels: all is had in `Streamer`, before the batch begins.  To allocate or
-  free, or to load a kernel at its first launch, may wait for everything that runs on the card.
-- Work of two streams may lie in one queue of the hardware, one behind the other.  These streams have a priority of
-  their own, which gives them queues of their own; `_rehearse` sees whether it is so, with a kernel that really waits
-  on the span's stream and all of the launches here beside it.  Where it is not so, there is no streaming.
-- The waiting kernel is one block of one warp, and the kernel behind it starts only when it has ended, so the cores are
-  free.
-- Should all of this fail, the waiting kernel gives up after 20 s, the run with it, and the batch is computed again.
+Of the span nothing waits on the card meanwhile: a batch of so many rows is launched piece by piece (`spanplan.Launch`),
+and the next piece comes when the host has answered.  Behind a kernel that waits for the host nothing here would be sure
+to run: kernels that were let start early fill the cores, and a kernel's first launch waits for all others.
 """
 
 from __future__ import annotations
@@ -27,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -35,16 +27,11 @@ from coli.container.layout import FORMATS, SlabLayout, round_up
 from coli.devices.base import Asked, DeviceError
 from coli.devices.cuda import plan
 from coli.devices.cuda.context import Acts, Context, Pinned
-from coli.devices.cuda.mailbox import Mailbox
-
-if TYPE_CHECKING:
-    from coli.devices.cuda.workspace import Workspace
 
 _THREADS = 2  # the CPUs that a card wants beside the team (device.CudaDevice.host_cpus)
 _BUFFERS = 2  # of each thread: one is filled while the other crosses the bus
 _PIECE_BYTES = 2 << 20
 _MOST_SLOTS, _SLOTS_BYTES = 8, 32 << 20
-_REHEARSAL_S = 2.0  # what takes 0.1 ms where the streams do not wait for each other
 
 
 def _ring(slab_bytes: int) -> int:
@@ -71,12 +58,12 @@ def stream_bytes(slab: SlabLayout, max_rows: int, top_k: int) -> int:
 class Streamer:
     """What the streams of one card use, one after the other.
 
-    slab : of the experts.   max_rows, top_k : of the largest batch.   workspace : of the spans.
+    slab : of the experts.   max_rows, top_k : of the largest batch.
     Raises DeviceError and takes nothing where the kernels do not take such experts, memory is short, or the card would
     not run them beside a span.
     """
 
-    def __init__(self, context: Context, slab: SlabLayout, max_rows: int, top_k: int, workspace: Workspace) -> None:
+    def __init__(self, context: Context, slab: SlabLayout, max_rows: int, top_k: int) -> None:
         if not FORMATS[slab.format].is_blocks:
             raise DeviceError(f"{context.name}: experts of format {slab.format} are not R16 blocks", "launch")
         self.context, self.slab = context, slab
@@ -87,7 +74,6 @@ class Streamer:
         self.threads: ThreadPoolExecutor | None = None
         try:
             self._take(max_rows, top_k)
-            self._rehearse(workspace)
         except BaseException:
             self.close()
             raise
@@ -118,47 +104,11 @@ class Streamer:
         piece_bytes = min(_PIECE_BYTES, self._stride)
         self._buffers = [[(pin(piece_bytes), event()) for _ in range(_BUFFERS)] for _ in range(_THREADS)]
         self.copied, self.freed = [event(), event()], [event(), event()]  # of even and of odd waves
-        self.copies = context.stream(ahead=True)
+        self.copies = context.stream()
         held.callback(context.free_stream, self.copies)
-        self.stream = context.stream(ahead=True)
+        self.stream = context.stream()
         held.callback(context.free_stream, self.stream)
         self.threads = ThreadPoolExecutor(_THREADS, "coli-stream", _roam)
-
-    def _rehearse(self, workspace: Workspace) -> None:
-        """One expert of nothing, alone, and once more while a kernel waits on the spans' stream as it does for a host's
-        answer.
-
-        The first time loads the kernels and whatever they need, which waits for all that runs on the card.  Raises
-        DeviceError where nothing comes of the second before the waiting kernel is let go.
-        """
-        context, n_groups = self.context, self.slab.gate.n_groups
-        x_bytes = plan.acts_at(0, 1, n_groups)[1]
-        at, post = context.alloc(x_bytes + 4 * self.slab.hidden_size, "a rehearsal"), Mailbox(context)
-        try:
-            context.zero(at, x_bytes)
-            for number in (1, 2):
-                launcher, ended = context.launcher, False
-                if number == 2:
-                    launcher.say(post.answered_at, 0xFFFFFFFF)  # one before what the kernel waits for
-                try:
-                    context.launch("await_answer", "", (1,), 32, 0, workspace.stream, post.ask_at, post.mail_at, 1)
-                    self._put_list(np.array([(self._slots_at, 0, 0)], plan.JOB), np.array([(0, 1)], plan.TILE))
-                    nothing = np.zeros(self.slab.total_bytes, np.uint8)
-                    self._copy(nothing, 0, 0)
-                    self.launch((0, 1, 0, 1), 0, plan.acts_at(at, 1, n_groups)[0], at + x_bytes, 1)
-                    context.launch("raise_flag", "", (1, 1), 1, 0, self.stream, post.count_at, post.done_at)
-                    end = time.perf_counter() + _REHEARSAL_S
-                    while not (ended := post.done == number) and time.perf_counter() < end:
-                        time.sleep(0.0001)
-                finally:
-                    launcher.say(post.answered_at, 0)
-                    self.settle()
-                    context.synchronize(workspace.stream)
-                if not ended:
-                    raise DeviceError(f"{context.name}: its streams wait for each other", "launch")
-        finally:
-            post.close()
-            context.free(at)
 
     def begin(
         self, acts: Acts, answers_at: int, asked: Asked, experts: np.ndarray, slabs: Sequence[np.ndarray]
@@ -250,7 +200,8 @@ class Stream:
         self._external, self._ranks = external, ranks
         self._slabs = slabs
         self._waves = waves
-        self._left = [min(streamer.wave, len(slabs) - at) for at in range(0, len(slabs), streamer.wave)]  # slabs to come
+        # slabs of each wave that are still to come
+        self._left = [min(streamer.wave, len(slabs) - at) for at in range(0, len(slabs), streamer.wave)]
         self._launched = [Event() for _ in waves]
         self._lock = Lock()  # of the turn, the counts, and of launches, whose parameters lie in one place
         self._turn = 0
@@ -265,7 +216,7 @@ class Stream:
             self._error = DeviceError(f"{streamer.context.name}: {error}", "launch")
 
     def wait(self) -> None:
-        """Until all of them are computed.  Raises DeviceError; nothing is under way then, and they are asked for again."""
+        """Until all of them are computed.  Raises DeviceError: nothing is under way, and they are asked for again."""
         for thread in self._threads:
             thread.result()
         if self._error is None:

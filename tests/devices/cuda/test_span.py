@@ -17,7 +17,7 @@ import coli
 from coli.container.reader import Container
 from coli.devices.base import DeviceError, SpanPart
 from coli.devices.cuda import compile as compiling
-from coli.devices.cuda import probe
+from coli.devices.cuda import probe, spanplan
 from coli.devices.cuda.device import CudaDevice
 from coli.devices.cuda.span import MAX_ROWS
 from coli.engine.mixing import layer_spec
@@ -131,6 +131,19 @@ def test_spans_with_a_part_of_the_experts_answer_as_the_cpu(device, answers, mod
     assert all(missing or layer in (2, 3) for layer, missing in case.asked)  # who lacks nothing does not come up
 
 
+@pytest.mark.parametrize("model", range(len(MODELS)))
+def test_span_in_steps_answers_as_the_cpu(device, answers, model, monkeypatch):
+    """Where the card does not wait for its host: each piece behind the answer to the one before, and layers that may
+    lack something and lack nothing this time."""
+    monkeypatch.setattr(spanplan, "STEP_ROWS", 2)
+    path, expected = answers(model)
+    rng = np.random.default_rng(model)
+    seats = [s for s in every(path) if s[0] == 1 or rng.random() < 0.9]
+    case = OnCard(path, device, seats, host_shared=(3,), cuts=(3,))
+    check(case, expected)
+    assert all(missing or layer == 3 for layer, missing in case.asked)
+
+
 def test_seats_change_between_runs(device, answers):
     """An expert that comes, goes, or changes its slot counts from the next run on."""
     path, expected = answers(0)
@@ -200,9 +213,10 @@ def test_seats_that_change_do_not_begin_anew(device, answers):
     assert span._token is not token and 0 not in span._token.shape.asks
 
 
-@pytest.mark.parametrize("n", [1, 12])
-def test_abandoned_run_leaves_the_next_one_right(device, answers, n):
+@pytest.mark.parametrize(("n", "step_rows"), [(1, 64), (12, 64), (12, 12)])
+def test_abandoned_run_leaves_the_next_one_right(device, answers, monkeypatch, n, step_rows):
     """A run given up before, between and after its questions waits for the card; the next one answers as the CPU."""
+    monkeypatch.setattr(spanplan, "STEP_ROWS", step_rows)
     path, expected = answers(0)
     case = OnCard(path, device, every(path)[::2], host_shared=(2,))
     for questions in (0, 1, 2):

@@ -17,7 +17,7 @@ import coli
 from coli.container.layout import slab_layout
 from coli.container.reader import Container
 from coli.devices.base import DeviceError
-from coli.devices.cuda import plan, probe, stream
+from coli.devices.cuda import plan, probe, spanplan, stream
 from coli.devices.cuda.context import Context
 from coli.engine import streaming
 from coli.placement import streaming as shares
@@ -42,6 +42,7 @@ def case(make_container):
 def every(monkeypatch):
     """Batches of any size are streamed, all of their experts."""
     monkeypatch.setattr(streaming, "STREAM_ROWS", 2)
+    monkeypatch.setattr(spanplan, "STEP_ROWS", 2)
     monkeypatch.setattr(shares, "choose", lambda rows, expert_bytes, speeds: list(range(len(rows))))
 
 
@@ -117,8 +118,9 @@ class Answering(OnCard):
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_streamed_ranks_are_not_looked_for_in_the_answer(case, name):
+def test_streamed_ranks_are_not_looked_for_in_the_answer(case, monkeypatch, name):
     """The host answers NaN in ranks that the card has; experts in slots, in passing and of the host make one layer."""
+    monkeypatch.setattr(spanplan, "STEP_ROWS", 2)
     ids = IDS[:20].tolist()
     with ExitStack() as stack:
         stack.enter_context(machine(name))
@@ -204,27 +206,12 @@ def test_card_lost_under_a_stream_is_given_up(case, every, monkeypatch):
             begun[0].abort(True)  # this card is not really lost, and would wait 20 s for its host
 
 
-@needs_emulator
-def test_streams_that_wait_for_each_other_are_found_out(case, every, monkeypatch, caplog):
-    """Where the card would run a stream behind the kernel that waits for its host: one line, no streams, no hang."""
-    made, free = Context.stream, Context.free_stream
-    monkeypatch.setattr(stream, "_REHEARSAL_S", 0.1)
-
-    def one_for_all(self, ahead=False):
-        return self._streams[-1] if ahead else made(self)  # the spans' is the last one before
-
-    def once(self, held):
-        if held in self._streams:
-            free(self, held)
-
-    monkeypatch.setattr(Context, "stream", one_for_all)
-    monkeypatch.setattr(stream.Context, "free_stream", lambda self, held: None)
-    with emulated(), caplog.at_level(logging.INFO, logger="coli"):
-        with load(case[0]) as model:
-            check(model, case[1])
-            assert model.stats()["fallen"] == []
-            monkeypatch.setattr(Context, "free_stream", once)
-    assert len(said(caplog)) == 1 and "wait for each other" in said(caplog)[0]
+def test_streams_need_a_batch_in_steps(case, every, monkeypatch, caplog):
+    """Behind a kernel that waits for its host nothing is started: the CPU answers, and one line says so."""
+    monkeypatch.setattr(spanplan, "STEP_ROWS", 1 << 30)
+    with machine(MACHINES[0]), load(case[0]) as model:
+        check(model, case[1])
+    assert any("nobody is ready for them" in line for line in said(caplog))
 
 
 @needs_emulator
@@ -272,7 +259,7 @@ def test_experts_of_another_shape_are_refused(case):
             device.open_stream()
         OnCard(case[0], device, [])
         with pytest.raises(DeviceError, match="not R16 blocks"):
-            stream.Streamer(device._context, slab_layout("bf16", 64, 32), 64, 2, device._workspace)
+            stream.Streamer(device._context, slab_layout("bf16", 64, 32), 64, 2)
         with pytest.raises(DeviceError, match="nobody is ready"):
             device.begin_stream(None, None, [], [])
         device.close()
