@@ -26,7 +26,8 @@ from coli.placement.speeds import Probe, SpanSpeed
 # attnproj is two steps: the attention itself, on the CPU, stands between its matrices.
 _STEPS = {"lmhead": 1, "dnproj": 1, "dnout": 1, "attnproj": 2, "shexp": 1}
 
-# A step on a card in the middle of a layer's experts cuts the CPU's work before and behind.
+# A step on a card in the middle of a layer's experts cuts the CPU's work before and behind: two regions more, where
+# nobody has measured what that takes.
 _EXPERT_CUTS = 2
 
 Assignment = Mapping[tuple[str, int | None], int]  # (component, layer) -> device, for those that are not on the CPU
@@ -89,6 +90,8 @@ class CostModel:
         self.speeds = speeds
         self.ranked = ranked
         self.slot_us = [device.experts.transfer_us(shape.expert_bytes) for device in speeds.devices]
+        two_regions_us = _EXPERT_CUTS * speeds.cpu.region_us
+        self._cut_us = [two_regions_us if one.cut_us is None else one.cut_us for one in speeds.devices]
         self.cpu_expert_us = speeds.cpu.experts.transfer_us(shape.cpu_expert_bytes)
         self.moments = [(e.p, e.p * (1 - e.p), math.log1p(-min(e.p, 1 - 1e-12))) for e in ranked]
         self.totals = {layer: Share() for layer in shape.expert_layers}
@@ -209,7 +212,7 @@ class CostModel:
             base_us += self.component_us(shexp, None)
         start_us = cpu.experts.latency_us + (0.0 if always else asked_us)
         on_cpu = Side(base_us, start_us, self.cpu_expert_us, missed, max(missed_variance, 0.0), some)
-        sides = []
+        sides, cut_us = [], 0.0
         for device, share in enumerate(shares):
             base_us, start_us = 0.0, 0.0
             if device == span_device:
@@ -222,9 +225,10 @@ class CostModel:
             else:
                 continue
             some = -math.expm1(share.log_none)
+            if span_device is None:
+                cut_us = max(cut_us, self._cut_us[device])
             sides.append(Side(base_us, start_us, self.slot_us[device], share.mean, share.variance, some))
-        cuts = _EXPERT_CUTS if span_device is None and sides else 0
-        return cuts * cpu.region_us + slowest_us(on_cpu, sides)
+        return cut_us + slowest_us(on_cpu, sides)
 
     def predict(self, device_of: Assignment, owners: Owners) -> Prediction:
         """A whole token.

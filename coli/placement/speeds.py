@@ -73,11 +73,20 @@ class SpanSpeed:
 
 @dataclass(frozen=True)
 class Speeds:
-    """One card: a single matrix and a group of routed experts, both with the way there and back; whole layers."""
+    """One card: a single matrix and a group of routed experts, both with the way there and back; whole layers.
+
+    cut_us : what a layer of the CPU loses when experts of it are computed here, beside the group's own time: its work
+        is cut in two, and the team sleeps and wakes.  None: two regions of the team.
+    """
 
     matrix: Speed
     experts: Speed
     span: SpanSpeed | None = None
+    cut_us: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.cut_us is not None and not 0 <= self.cut_us < float("inf"):
+            raise PlacementError(f"a cut of {self.cut_us} us; expected a positive number")
 
 
 @dataclass(frozen=True)

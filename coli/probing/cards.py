@@ -26,7 +26,8 @@ from coli.engine.program import Program
 from coli.engine.rope import RopeTable
 from coli.engine.session import Engine
 from coli.engine.span import PlacedSpan
-from coli.placement import CpuSpeeds, SpanSpeed, Speed, Speeds
+from coli.placement import CpuSpeeds, ModelShape, SpanSpeed, Speed, Speeds
+from coli.probing.host import bytes_beyond_caches
 from coli.probing.samples import FULL_WIDTH, N_DELTANET, N_LAYERS, Samples, large_matrix, sample_bytes, samples_for
 from coli.probing.timing import MOST_CALLS, fitted, time_us
 from coli.tier.expert_tier import ExpertTier
@@ -55,6 +56,7 @@ def measure_card(device: Device, beside: Engine, cpu: CpuSpeeds) -> tuple[Speeds
         bench = beside.on_thread(lambda: _Bench(device, samples, beside))
         start = time.perf_counter()
         figures, round_trip_us = beside.on_thread(bench.measure)
+        figures = replace(figures, cut_us=bench.cut_us(beside, cpu, figures.experts))
         if getattr(device, "span", None) is not None:
             spans = beside.on_thread(lambda: _Spans(bench, figures))
             figures = replace(figures, span=spans.measure(beside, cpu))
@@ -66,6 +68,16 @@ def measure_card(device: Device, beside: Engine, cpu: CpuSpeeds) -> tuple[Speeds
         samples.close()
 
 
+def step_us(engine: Engine, others: list[Any]) -> float:
+    """A token of an engine, from its caller and back; ahead of each its team reads ``others``."""
+    session = engine.session()
+    session.step(1)
+    try:
+        return time_us(lambda: session.step(1), before=lambda: engine.on_thread(lambda: engine._runner.read(others)))
+    finally:
+        session.close()
+
+
 class _Bench:
     """The samples on one card.   beside : the engine whose team works between two steps of the card."""
 
@@ -73,7 +85,7 @@ class _Bench:
         self.device = device
         self.samples = samples
         self._runner = beside._runner
-        self._of_a_layer = [
+        self.of_a_layer = [
             samples.matrix(f"layers.0.{name}").data for name in _PROJECTIONS[samples.config.layer_types[0]]
         ]
         self.config = samples.config
@@ -117,7 +129,7 @@ class _Bench:
 
     def team_reads(self) -> None:
         """What the team reads in a layer.  It drives out of the cores' caches what a step on a card finds there else."""
-        self._runner.read(self._of_a_layer)
+        self._runner.read(self.of_a_layer)
 
     def measure(self) -> tuple[Speeds, float]:
         """The figures of products and groups, and a round trip in us."""
@@ -138,6 +150,26 @@ class _Bench:
             (self.top_k * slab_bytes, timed_us(self._group(self.top_k))),
         )
         return Speeds(Speed(*matrix), Speed(*experts)), round_trip_us
+
+    def cut_us(self, beside: Engine, cpu: CpuSpeeds, experts: Speed) -> float:
+        """What a layer of the CPU takes longer than its parts when all of its experts are on the card.
+
+        From tokens whose experts the CPU computes and tokens whose experts the card does, both from cold caches, as the
+        figures of the CPU are.
+        """
+        others = np.ones(bytes_beyond_caches(), np.uint8)
+        engine = Engine(self.samples, beside=beside, context=2 * MOST_CALLS)
+        try:
+            alone_us = step_us(engine, [others])
+            engine.program = Program(self.config, {}, self.tier)
+            cut_us = step_us(engine, [others])
+        finally:
+            engine.close()
+        shape = ModelShape.from_config(self.samples.weights.config_dict)
+        shared = next(item.bytes for item in shape.components if item.name == "shexp")
+        shared_us, here_us = cpu.matrix.us(shared), experts.us(self.top_k * self.slab.slab_bytes)
+        on_cpu_us = shared_us + cpu.experts.us(self.top_k * shape.cpu_expert_bytes)
+        return max(0.0, (cut_us - alone_us) / N_LAYERS + on_cpu_us - max(shared_us, here_us))
 
     def _product(self, handles: Iterator[Any]) -> Callable[[], None]:
         cols = {id(self.tiny): self.config.hidden_size, id(self.large): self.config.hidden_size}
@@ -219,9 +251,9 @@ class _Spans:
         engine = Engine(self.bench.samples, beside=beside, context=self._positions)
         try:
             engine.program = beside.on_thread(self._program)
-            token_us = self._step_us(engine)
+            token_us = step_us(engine, self.bench.of_a_layer)
             beside.on_thread(lambda: self.bench.lose(range(1)))
-            asking_us = self._step_us(engine)
+            asking_us = step_us(engine, self.bench.of_a_layer)
             answer_us = beside.on_thread(lambda: self._answer_us(engine))
         finally:
             engine.close()
@@ -266,15 +298,6 @@ class _Spans:
         span = PlacedSpan(self.device, self.device.span(self.layers), 0, N_LAYERS, False)
         return Program(self.bench.config, {}, self.bench.tier, mixers, [span])
 
-    def _step_us(self, engine: Engine) -> float:
-        """A token of the engine, from its caller and back."""
-        session = engine.session()
-        session.step(1)
-        try:
-            return time_us(lambda: session.step(1), before=lambda: engine.on_thread(self.bench.team_reads))
-        finally:
-            session.close()
-
     @staticmethod
     def _answer_us(engine: Engine) -> float:
         """What the host computes where one expert is missing, in one layer after the other, again and again."""
@@ -298,8 +321,6 @@ class _Spans:
 
     def _read_us(self, kind: str) -> float:
         """What a layer of the samples reads, at the speeds that a prediction counts with."""
-        from coli.placement import ModelShape
-
         shape = ModelShape.from_config(self.bench.samples.weights.config_dict)
         us = self.matrix.transfer_us(self.fixed[kind] + shape.rest_bytes / N_LAYERS)
         if kind == "linear_attention":

@@ -157,6 +157,8 @@ def _card_line(device: Device, figures: Speeds) -> str:
         f"device {device.index} ({device.name}): a matrix {_speed(figures.matrix)}, "
         f"an expert group {_speed(figures.experts)}"
     )
+    if figures.cut_us is not None:
+        line += f" and {figures.cut_us:.1f} us of the CPU's"
     if figures.span is None:
         return line
     span = figures.span

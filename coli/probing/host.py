@@ -51,7 +51,7 @@ def measure_cpu(beside: Engine, *, divisor: int = 1) -> tuple[CpuSpeeds, float]:
 
 def _token_us(engine: Engine) -> float:
     """What a token takes besides its layers, which are few bytes here.  It finds no cache as it has left it either."""
-    runner, others = engine._runner, np.ones(_bytes_beyond_caches(), np.uint8)
+    runner, others = engine._runner, np.ones(bytes_beyond_caches(), np.uint8)
 
     def before() -> None:
         runner.read([others])
@@ -89,7 +89,7 @@ def _measured(engine: Engine, samples: Samples, token_us: float) -> tuple[CpuSpe
             at = layer * step.N_OPS + _OP[op]
             runner.run(at, at + 1)
 
-    others = np.ones(_bytes_beyond_caches(), np.uint8)
+    others = np.ones(bytes_beyond_caches(), np.uint8)
 
     def cold(*ops: str) -> Callable[[], None]:
         """Ahead of a call: nothing of the samples in a cache, but for what a layer with these operations leaves."""
@@ -143,7 +143,7 @@ def _measured(engine: Engine, samples: Samples, token_us: float) -> tuple[CpuSpe
     return CpuSpeeds(matrix, group, region_us, layer_us, state_gb_s, token_us), read_gb_s
 
 
-def _bytes_beyond_caches() -> int:
+def bytes_beyond_caches() -> int:
     """Bytes that leave nothing of what was read before them in the caches of the last level."""
     from coli.threads.limits import local_machine
 
