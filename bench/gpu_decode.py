@@ -119,7 +119,7 @@ def decode(engine: Engine, placed: Placed, figures: Probe, ids: np.ndarray, toke
     ]  # fmt: skip
     hit_rate = tier.stats()["hit_rate"] or 0.0
     return Run(
-        placed.plan.slots[0], seconds[:tokens], seconds[tokens:], statistics.mean(predicted), hit_rate, same, len(found)
+        tier.n_slots(0), seconds[:tokens], seconds[tokens:], statistics.mean(predicted), hit_rate, same, len(found)
     )
 
 
