@@ -1,13 +1,14 @@
 """Two cards: every way to split a model of real size over them, bits and tok/s beside the placer's prediction.
 
-    python bench/gpu_cards.py [--cards 2] [--geometry qwen36-35b] [--vram 4720] [--tokens 48]
+    python bench/gpu_cards.py [--cards 2 | --same-card] [--geometry qwen36-35b] [--vram 4720] [--tokens 48]
 
 Both cards as they are, then with the second one slowed: a stream of its own reads the card's memory without a pause
 while the model decodes (kernel ``read_all``, in the same context, so that no time slices come between).  The probe's
 figures, which the placer decides and predicts by, are measured under that load.
 
 Also: the names of the cards (index, PCI bus id, UUID) against nvidia-smi, each card's memory against its budget, and a
-card that fails in the middle of a text.
+card that fails in the middle of a text.  With --same-card both are the first card, with an arena and streams each: that
+shows bits, budgets and homes where there is but one, and says nothing of speed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
-from gpu_decode import MIB, PROMPT, make, row, run  # noqa: E402
+from gpu_decode import MIB, PROMPT, decode, make, row, run  # noqa: E402
 
 from coli import log  # noqa: E402
 from coli.convert.synthetic import geometry  # noqa: E402
@@ -131,6 +132,7 @@ def _trap(device, driver, compile_cubin) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cards", type=int, default=2)
+    parser.add_argument("--same-card", action="store_true", help="the first card twice: no speeds")
     parser.add_argument("--geometry", default="qwen36-35b")
     parser.add_argument("--vram", type=int, default=4720, help="MiB on each card")
     parser.add_argument("--tokens", type=int, default=48)
@@ -138,6 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("coli").setLevel(logging.ERROR)
     log.configure("quiet")
     cards = probe.list_devices()
+    if args.same_card:
+        cards = cards[:1] * args.cards
     if len(cards) < args.cards:
         print(f"{len(cards)} cards are here, {args.cards} were asked for", file=sys.stderr)
         return 2
@@ -156,32 +160,36 @@ def main(argv: list[str] | None = None) -> int:
     cpu_program = engine.program
     cpu, _ = measure_cpu(engine)
     print(f"\nCPU alone: {1 / off_s:.1f} tok/s\n")
-    row("second card", "split", "tok/s (median)", "predicted", "slots", "MiB taken", "identical")
-    row("---", "---", "---:", "---:", "---:", "---:", "---")
-    for slowed in (False, True):
+    row("second card", "split", "tok/s (median)", "predicted", "over measured", "slots", "MiB taken", "identical")
+    row("---", "---", "---:", "---:", "---:", "---:", "---:", "---")
+
+    def chosen() -> list:
+        names = [0] * args.cards if args.same_card else range(args.cards)
+        return [device for name in names for device in choose_devices([name])]
+
+    for slowed in (False,) if args.same_card else (False, True):
         medians = {}
         with Slowed(cards[1].card) if slowed else contextlib.nullcontext():
-            devices = choose_devices(list(range(args.cards)))
+            devices = chosen()
             figures = Probe(cpu, tuple(measure_card(d, engine, cpu)[0] for d in devices))
             for name, text in SPLITS.items():
                 before = [device.free_bytes() for device in devices]
                 placing = _Placing(container, engine, shape, devices, text, args.vram * MIB, None, figures)
                 placed = engine.on_thread(lambda: placing.run(None))  # noqa: B023
                 engine.program = placed.program
-                found, seconds, _ = run(engine, ids, 2 * args.tokens)
-                medians[name] = statistics.median(seconds[args.tokens :])
+                found = decode(engine, placed, figures, ids, args.tokens, wanted)
+                medians[name] = statistics.median(found.warm_s)
                 used = [(b - d.free_bytes()) / MIB for b, d in zip(before, devices, strict=True)]
-                pairs = zip(wanted, found, strict=True)
-                same = sum(bool((a.view(np.uint32) == b.view(np.uint32)).all()) for a, b in pairs)
-                predicted = placed.plan.predicted_ms_per_token
-                row("slowed" if slowed else "alike", name, f"{1 / medians[name]:.1f}",
-                    f"{1000 / predicted:.1f}" if predicted else "", "+".join(map(str, placed.plan.slots)),
-                    "+".join(f"{n:,.0f}" for n in used), f"{same} of {len(found)}")  # fmt: skip
+                predicted_s = found.predicted_s
+                row("slowed" if slowed else "the same" if args.same_card else "alike", name,
+                    f"{1 / medians[name]:.1f}", f"{1 / predicted_s:.1f}", f"{medians[name] / predicted_s:.2f}",
+                    "+".join(str(placed.tier.n_slots(i)) for i in range(args.cards)),
+                    "+".join(f"{n:,.0f}" for n in used), f"{found.same} of {found.n}")  # fmt: skip
                 engine.program = cpu_program
                 engine.on_thread(placed.close)
         ratio = medians["experts on both, trunk on 0"] / medians["auto"]
         print(f"\nauto is {ratio:.2f} times as fast as experts on both ({'slowed' if slowed else 'alike'})\n")
-    devices = choose_devices(list(range(args.cards)))
+    devices = chosen()
     placing = _Placing(container, engine, shape, devices, SPLITS["whole layers split, experts on both"],
                        args.vram * MIB, None, figures)  # fmt: skip
     check_failure(engine, placing, ids, wanted[: args.tokens], cpu_program)
