@@ -210,24 +210,26 @@ class CostModel:
         base_us = asked_us if always else 0.0
         if shexp is not None and shexp_device is None:
             base_us += self.component_us(shexp, None)
-        start_us = cpu.experts.latency_us + (0.0 if always else asked_us)
-        on_cpu = Side(base_us, start_us, self.cpu_expert_us, missed, max(missed_variance, 0.0), some)
-        sides, cut_us = [], 0.0
+        sides, cut_us, host_us = [], 0.0, 0.0
         for device, share in enumerate(shares):
-            base_us, start_us = 0.0, 0.0
+            side_base_us, start_us = 0.0, 0.0
             if device == span_device:
                 if shexp is not None and shexp_device == device:
-                    base_us = self.in_span_us(shexp, device)
+                    side_base_us = self.in_span_us(shexp, device)
             elif shexp is not None and shexp_device == device:
-                base_us = self.component_us(shexp, device) - cpu.region_us
+                side_base_us = self.component_us(shexp, device) - cpu.region_us
             elif share.mean:
                 start_us = ask_us + self.speeds.devices[device].experts.latency_us
             else:
                 continue
-            some = -math.expm1(share.log_none)
+            if device != span_device and share.mean:
+                host_us += self.speeds.devices[device].host_us
             if span_device is None:
                 cut_us = max(cut_us, self._cut_us[device])
-            sides.append(Side(base_us, start_us, self.slot_us[device], share.mean, share.variance, some))
+            some_here = -math.expm1(share.log_none)
+            sides.append(Side(side_base_us, start_us, self.slot_us[device], share.mean, share.variance, some_here))
+        start_us = cpu.experts.latency_us + host_us + (0.0 if always else asked_us)
+        on_cpu = Side(base_us, start_us, self.cpu_expert_us, missed, max(missed_variance, 0.0), some)
         return cut_us + slowest_us(on_cpu, sides)
 
     def predict(self, device_of: Assignment, owners: Owners) -> Prediction:

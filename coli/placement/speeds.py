@@ -77,16 +77,19 @@ class Speeds:
 
     cut_us : what a layer of the CPU loses when experts of it are computed here, beside the group's own time: its work
         is cut in two, and the team sleeps and wakes.  None: two regions of the team.
+    host_us : of a group's time, what the host spends on it: the CPU's own experts wait so long.
     """
 
     matrix: Speed
     experts: Speed
     span: SpanSpeed | None = None
     cut_us: float | None = None
+    host_us: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.cut_us is not None and not 0 <= self.cut_us < float("inf"):
-            raise PlacementError(f"a cut of {self.cut_us} us; expected a positive number")
+        for us in (self.host_us, 0.0 if self.cut_us is None else self.cut_us):
+            if not 0 <= us < float("inf"):
+                raise PlacementError(f"a group's {us} us of the host; expected a positive number")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from coli.tier.promotion import Promotion
 
 _SHARE = 2  # of the free memory a half is asked for
 _FEW = 2  # experts of the smaller group
+_DONE_S = 0.5e-3  # a group of one expert is done by then
 _LONG = 512  # positions that attention looks back on in the second of two measurements, at full width
 _PROJECTIONS = {
     "linear_attention": ("linear_attn.in_proj_qkvz", "linear_attn.out_proj"),
@@ -149,7 +150,7 @@ class _Bench:
             (_FEW * slab_bytes, timed_us(self._group(_FEW))),
             (self.top_k * slab_bytes, timed_us(self._group(self.top_k))),
         )
-        return Speeds(Speed(*matrix), Speed(*experts)), round_trip_us
+        return Speeds(Speed(*matrix), Speed(*experts), host_us=self._host_us()), round_trip_us
 
     def cut_us(self, beside: Engine, cpu: CpuSpeeds, experts: Speed) -> float:
         """What a layer of the CPU takes longer than its parts when all of its experts are on the card.
@@ -189,6 +190,32 @@ class _Bench:
             for expert in experts:
                 self.tier.residency.tables[0].release(self.tier.residency.vacate(layer * per_layer + expert))
                 self.device.seat(layer, expert, None)
+
+    def _host_us(self) -> float:
+        """What a group of one takes of the host's time: to be started, and to be fetched when it is long done."""
+        started: list[Any] = []
+        x = self.draw.standard_normal((1, self.config.hidden_size)).astype(np.float32)
+        chosen, external = np.zeros((1, 1), np.int32), np.empty((1, 1), np.uint8)
+
+        def take() -> None:
+            while started:
+                self.tier.take(started.pop())
+
+        def issue() -> None:
+            started.extend(self.tier.issue(0, chosen, x, external))
+
+        def ready() -> None:
+            issue()
+            time.sleep(_DONE_S)
+            self.team_reads()
+
+        def free() -> None:
+            take()
+            self.team_reads()
+
+        issue_us = time_us(issue, before=free)
+        take()
+        return issue_us + time_us(take, before=ready)
 
     def _group(self, n: int) -> Callable[[], None]:
         x = self.draw.standard_normal((1, self.config.hidden_size)).astype(np.float32)

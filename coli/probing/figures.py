@@ -158,7 +158,7 @@ def _card_line(device: Device, figures: Speeds) -> str:
         f"an expert group {_speed(figures.experts)}"
     )
     if figures.cut_us is not None:
-        line += f" and {figures.cut_us:.1f} us of the CPU's"
+        line += f" ({figures.host_us:.1f} us the host's, a layer cut in two {figures.cut_us:.1f} us)"
     if figures.span is None:
         return line
     span = figures.span

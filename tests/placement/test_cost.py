@@ -145,6 +145,36 @@ def test_region_costs_where_a_step_on_a_card_cuts_the_cpus_work():
     assert 3 + 3 == pytest.approx(more(on(0, 0), [ON_CPU] * 4))
 
 
+def test_group_costs_the_host_too():
+    """A layer that is cut in two takes what was measured of it; the CPU's misses begin when the groups are started."""
+    card = replace(CARD, cut_us=70.0, host_us=9.0)
+    shape = ModelShape([], layers=1, n_experts=4, topk=4, expert_bytes=MB)
+    made = CostModel(shape, Probe(CPU, (card, card)), rank_experts(shape, None))
+    assert 4 * 50 == pytest.approx(made.predict({}, [ON_CPU] * 4).us["experts"]), "nobody is asked"
+    assert 70 + 16 + 4 * 5 == pytest.approx(made.predict({}, [0] * 4).us["experts"])
+    assert 70 + 9 + 50 == pytest.approx(made.predict({}, [0, 0, 0, ON_CPU]).us["experts"])
+    assert 70 + 2 * 9 + 50 == pytest.approx(made.predict({}, [0, 1, 1, ON_CPU]).us["experts"])
+
+
+def test_head_behind_the_last_layer_brings_the_logits():
+    """At its own speed; alone it is a matrix as any other."""
+    made = spanning(1)
+    span = replace(made.speeds.devices[0].span, head_gb_s=100.0)
+    slow = CostModel(
+        made.shape, replace(made.speeds, devices=(replace(made.speeds.devices[0], span=span),)), made.ranked
+    )
+    assert 8e3 / 400 == pytest.approx(made.predict(on(0, 0) | {("lmhead", None): 0}, [0] * 4).us["lmhead"])
+    assert 8e3 / 100 == pytest.approx(slow.predict(on(0, 0) | {("lmhead", None): 0}, [0] * 4).us["lmhead"])
+    assert 10 + 8e3 / 400 == pytest.approx(slow.predict({("lmhead", None): 0}, [0] * 4).us["lmhead"])
+
+
+def test_token_costs_something_whatever_its_layers_do():
+    """Once, wherever everything lies."""
+    made = spanning(1, cpu=replace(CPU, token_us=120.0))
+    for device_of, owners in (({}, [ON_CPU] * 4), (on(0, 0), [0] * 4)):
+        assert 120 == pytest.approx(made.predict(device_of, owners).us["token"])
+
+
 def test_context_is_read_where_the_layer_is():
     """Keys and values on the card at its own speed for them."""
     shape = ModelShape(
