@@ -11,6 +11,7 @@ import pytest
 
 import coli
 from coli.devices.fake import FakeDevice
+from coli.engine import worker
 
 MIB = 1 << 20
 
@@ -65,19 +66,34 @@ def test_device_that_does_not_close_keeps_no_other_open(path, begun):
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to threads on this system")
-def test_interrupted_load_ends_its_threads_and_closes_its_devices(path, begun):
+def test_interrupted_load_ends_its_threads_and_closes_its_devices(path, begun, monkeypatch):
     """Ctrl-C while the last piece is made: it is made to its end, and then given back, for nobody waits for it."""
     device, caller = FakeDevice(64 * MIB), threading.get_ident()
-    span = device.span
+    span, jobs, told = device.span, [], []
+
+    class Seen(worker.Job):
+        """A job that is known to the test, the last one only."""
+
+        __slots__ = ()
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            jobs[:] = [self]
 
     def interrupted(*arguments):
         signal.pthread_kill(caller, signal.SIGINT)
-        time.sleep(0.1)
+        end = time.monotonic() + 20
+        while not jobs[0].cancelled and time.monotonic() < end:
+            time.sleep(0.001)
+        told.append(jobs[0].cancelled)
         return span(*arguments)
 
     device.span = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        coli.load(path, devices=[device], threads=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "Job", Seen)
+        with pytest.raises(KeyboardInterrupt):
+            coli.load(path, devices=[device], threads=2)
+    assert [True] == told
     assert [] == begun()
     assert ("close",) == device.calls[-1]
     del device.span

@@ -98,7 +98,7 @@ class SpanOn:
         if tier is not None:
             if program.decoding is not None:
                 tier.note(self.first, top_idx, program.decoding)
-            tier.took(self.device, self.first, top_idx)
+            tier.took(self.device, self.first, top_idx, in_passing=self.streaming.in_passing if streams else 0)
 
     def _parts(self) -> list[SpanPart] | None:
         """The batch for the device; None where it cannot have it."""

@@ -1,8 +1,8 @@
 """Missing experts of a large batch that the span's own device computes in passing, beside the CPU team.
 
 A span asks layer by layer for the experts that its device does not hold.  For many rows part of them is sent to the
-device and computed there while it waits for the answer; what comes of them stays there, and the CPU's answer has the
-rest.  Who gets what is decided in `placement.streaming`, from what both sides took so far.
+device and computed there meanwhile; what comes of them it writes into the answer itself, and the host the rest.  Who
+gets what is decided in `placement.streaming`, from what both sides took so far.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Streaming:
 
     figures : what both sides take.   off : nothing is streamed any more.
     missing, streamed : experts that layers of large batches asked for so far, and those of them that were streamed.
+    in_passing : ranks of the batch that were.
     """
 
     def __init__(self, program: Program, device: Any) -> None:
@@ -38,7 +39,7 @@ class Streaming:
         self.device = device
         self.figures = StreamFigures()
         self.off = program.tier is None or not hasattr(device, "begin_stream")
-        self.missing = self.streamed = 0
+        self.missing = self.streamed = self.in_passing = 0
         self._is_open = False
 
     def ready(self, first: int, last: int) -> bool:
@@ -47,6 +48,7 @@ class Streaming:
         Takes what that needs of the device, at the first of them.
         """
         tier = self.program.tier
+        self.in_passing = 0
         if self.off or tier.has_others(self.device) or not tier.lacks(self.device, first, last):
             return False
         if self._is_open:
@@ -85,6 +87,7 @@ class Streaming:
         elif self._took(stream):
             self.streamed += len(streamed)
             n_rows = int(counts[streamed].sum())
+            self.in_passing += n_rows
             self.figures.cpu_took(
                 seconds, slabs.shape[1], len(experts) - len(streamed), int(counts.sum()) - n_rows
             )  # fmt: skip

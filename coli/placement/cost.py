@@ -222,13 +222,16 @@ class CostModel:
                 start_us = ask_us + self.speeds.devices[device].experts.latency_us
             else:
                 continue
+            some_here = -math.expm1(share.log_none)
             if device != span_device and share.mean:
-                host_us += self.speeds.devices[device].host_us
+                host_us += some_here * self.speeds.devices[device].host_us
             if span_device is None:
                 cut_us = max(cut_us, self._cut_us[device])
-            some_here = -math.expm1(share.log_none)
             sides.append(Side(side_base_us, start_us, self.slot_us[device], share.mean, share.variance, some_here))
-        start_us = cpu.experts.latency_us + host_us + (0.0 if always else asked_us)
+        # The host starts the groups ahead of the CPU's own work, and fetches what comes of them behind it.
+        if base_us:
+            base_us += host_us
+        start_us = cpu.experts.latency_us + (0.0 if base_us else host_us) + (0.0 if always else asked_us)
         on_cpu = Side(base_us, start_us, self.cpu_expert_us, missed, max(missed_variance, 0.0), some)
         return cut_us + slowest_us(on_cpu, sides)
 

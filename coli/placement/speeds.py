@@ -124,15 +124,29 @@ class CpuSpeeds:
 
 
 def speeds_from_dict(fields: dict[str, Any]) -> Speeds | CpuSpeeds:
-    """What ``dataclasses.asdict`` made of either.  Raises PlacementError or TypeError for anything else."""
-    made = dict(fields)
+    """What ``dataclasses.asdict`` made of either.
+
+    Raises PlacementError, TypeError or OverflowError for anything else.
+    """
+    made = {name: _number(value) for name, value in fields.items() if name not in ("matrix", "experts", "span")}
     for name in ("matrix", "experts"):
-        made[name] = Speed(**made[name])
+        made[name] = Speed(**{field: _number(value) for field, value in fields[name].items()})
     if "region_us" in made:
         return CpuSpeeds(**made)
-    if made.get("span") is not None:
-        made["span"] = SpanSpeed(**made["span"] | {"kinds": tuple(made["span"]["kinds"])})
+    if fields.get("span") is not None:
+        span = dict(fields["span"])
+        kinds = tuple(span.pop("kinds"))
+        made["span"] = SpanSpeed(**{name: _number(value) for name, value in span.items()}, kinds=kinds)
     return Speeds(**made)
+
+
+def _number(value: Any) -> float | None:
+    """A figure, or None for one that is not known."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"a figure of {value!r}; expected a number")
+    return float(value)
 
 
 @dataclass(frozen=True)

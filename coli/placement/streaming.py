@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 START_US = 300.0  # of a layer's stream before its first byte moves: lists, and threads that wake up
 
+_LEAST_US = 1.0
 _MEMORY = 8  # layers that a figure remembers
-_WILD = 4.0  # a layer that took so many times what was expected, or less than its inverse, was held up by something else
+_WILD = 4.0  # a layer that took so many times what was expected, or less than its inverse, was held up by something
 _WILD_FIRST = 64.0  # the same for the first one, which nothing is known against
-_PATIENCE = 128  # layers without a stream, until what is known of streams is forgotten: three prompts of 512 tokens
+_PATIENCE = 128  # layers without one side, until what is known of it is forgotten: three prompts of 512 tokens
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class StreamFigures:
     def __init__(self) -> None:
         self.speeds = FIRST
         self._cpu_seen = self._streams_seen = 0
-        self._idle = 0  # layers in a row of which nothing was streamed
+        self._idle = 0  # layers in a row of which nothing was streamed,
+        self._all = 0  # ... and of which everything was
 
     def choose(self, rows: Sequence[int], expert_bytes: int) -> list[int]:
         """`choose` with the speeds so far; none before the CPU was measured once."""
@@ -92,6 +94,13 @@ class StreamFigures:
             card_us = min(s.card_expert_us, FIRST.card_expert_us)
             self.speeds = replace(s, stream_gb_s=faster, card_expert_us=card_us)
             self._idle = self._streams_seen = 0
+        if len(chosen) < len(rows):
+            self._all = 0
+        elif chosen:  # where nothing was missing, nothing was learnt either
+            self._all += 1
+        if self._all > _PATIENCE:  # one expert, the cheapest, is enough to see what the CPU takes
+            self._all = self._cpu_seen = 0
+            del chosen[-1]
         return chosen
 
     def cpu_took(self, seconds: float, expert_bytes: int, n: int, rows: int) -> None:
@@ -115,4 +124,6 @@ class StreamFigures:
 def _step(found: float, expected: float, seen: int) -> float:
     """How far a figure moves: all the way the first time, a part of it once there is a mean (of logarithms)."""
     wild = _WILD_FIRST if seen == 1 else _WILD
-    return min(max(found / expected, 1 / wild), wild) ** (1 / seen)
+    # What took no time that could be told says little: without a floor speeds would grow for ever.
+    ratio = max(found, _LEAST_US) / max(expected, _LEAST_US)
+    return min(max(ratio, 1 / wild), wild) ** (1 / seen)

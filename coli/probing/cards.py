@@ -9,6 +9,7 @@ cache can be expected to hold or more.  The card is closed at the end: nothing s
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,6 @@ from coli.tier.promotion import Promotion
 
 _SHARE = 2  # of the free memory a half is asked for
 _FEW = 2  # experts of the smaller group
-_DONE_S = 0.5e-3  # a group of one expert is done by then
 _LONG = 512  # positions that attention looks back on in the second of two measurements, at full width
 _PROJECTIONS = {
     "linear_attention": ("linear_attn.in_proj_qkvz", "linear_attn.out_proj"),
@@ -52,21 +52,18 @@ def measure_card(device: Device, beside: Engine, cpu: CpuSpeeds) -> tuple[Speeds
     Raises DeviceError where the card does not do what it is asked.
     """
     samples = samples_for(device.free_bytes() // _SHARE)
-    bench = None
-    try:
+    with contextlib.ExitStack() as closing:
+        closing.callback(samples.close)
+        closing.callback(lambda: beside.on_thread(device.close))
         bench = beside.on_thread(lambda: _Bench(device, samples, beside))
+        closing.callback(lambda: beside.on_thread(bench.tier.close))
         start = time.perf_counter()
         figures, round_trip_us = beside.on_thread(bench.measure)
-        figures = replace(figures, cut_us=bench.cut_us(beside, cpu, figures.experts))
+        figures = replace(figures, cut_us=bench.cut_us(beside, cpu, figures))
         if getattr(device, "span", None) is not None:
             spans = beside.on_thread(lambda: _Spans(bench, figures))
             figures = replace(figures, span=spans.measure(beside, cpu))
         return figures, round_trip_us, time.perf_counter() - start + bench.seconds
-    finally:
-        if bench is not None:
-            bench.tier.close()
-        beside.on_thread(device.close)
-        samples.close()
 
 
 def step_us(engine: Engine, others: list[Any]) -> float:
@@ -129,7 +126,7 @@ class _Bench:
         return large.n_blocks * large.block_bytes - large.rows * large.cols
 
     def team_reads(self) -> None:
-        """What the team reads in a layer.  It drives out of the cores' caches what a step on a card finds there else."""
+        """What the team reads in a layer: it drives out of the cores' caches what a step on a card finds there else."""
         self._runner.read(self.of_a_layer)
 
     def measure(self) -> tuple[Speeds, float]:
@@ -150,9 +147,9 @@ class _Bench:
             (_FEW * slab_bytes, timed_us(self._group(_FEW))),
             (self.top_k * slab_bytes, timed_us(self._group(self.top_k))),
         )
-        return Speeds(Speed(*matrix), Speed(*experts), host_us=self._host_us()), round_trip_us
+        return Speeds(Speed(*matrix), Speed(*experts), host_us=self._host_us(experts[1] / 1e6)), round_trip_us
 
-    def cut_us(self, beside: Engine, cpu: CpuSpeeds, experts: Speed) -> float:
+    def cut_us(self, beside: Engine, cpu: CpuSpeeds, figures: Speeds) -> float:
         """What a layer of the CPU takes longer than its parts when all of its experts are on the card.
 
         From tokens whose experts the CPU computes and tokens whose experts the card does, both from cold caches, as the
@@ -168,9 +165,9 @@ class _Bench:
             engine.close()
         shape = ModelShape.from_config(self.samples.weights.config_dict)
         shared = next(item.bytes for item in shape.components if item.name == "shexp")
-        shared_us, here_us = cpu.matrix.us(shared), experts.us(self.top_k * self.slab.slab_bytes)
+        shared_us, here_us = cpu.matrix.us(shared), figures.experts.us(self.top_k * self.slab.slab_bytes)
         on_cpu_us = shared_us + cpu.experts.us(self.top_k * shape.cpu_expert_bytes)
-        return max(0.0, (cut_us - alone_us) / N_LAYERS + on_cpu_us - max(shared_us, here_us))
+        return max(0.0, (cut_us - alone_us) / N_LAYERS + on_cpu_us - max(shared_us + figures.host_us, here_us))
 
     def _product(self, handles: Iterator[Any]) -> Callable[[], None]:
         cols = {id(self.tiny): self.config.hidden_size, id(self.large): self.config.hidden_size}
@@ -191,8 +188,11 @@ class _Bench:
                 self.tier.residency.tables[0].release(self.tier.residency.vacate(layer * per_layer + expert))
                 self.device.seat(layer, expert, None)
 
-    def _host_us(self) -> float:
-        """What a group of one takes of the host's time: to be started, and to be fetched when it is long done."""
+    def _host_us(self, group_s: float) -> float:
+        """What a group of one takes of the host's time: to be started, and to be fetched when it is long done.
+
+        group_s : the fixed part of a group's time.
+        """
         started: list[Any] = []
         x = self.draw.standard_normal((1, self.config.hidden_size)).astype(np.float32)
         chosen, external = np.zeros((1, 1), np.int32), np.empty((1, 1), np.uint8)
@@ -206,7 +206,7 @@ class _Bench:
 
         def ready() -> None:
             issue()
-            time.sleep(_DONE_S)
+            time.sleep(4 * group_s)
             self.team_reads()
 
         def free() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import coli
 from coli.devices.base import Device, DeviceError
 from coli.log import logger
-from coli.placement import CpuSpeeds, Probe, Speed, Speeds
+from coli.placement import CpuSpeeds, Probe, Speed, Speeds, speeds_from_dict
 from coli.probing import store
 from coli.probing.trim import give_memory_back
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from coli.engine.session import Engine
 
 _log = logger("probe")
-_of_objects: WeakKeyDictionary[Device, Speeds] = WeakKeyDictionary()
+_of_objects: WeakKeyDictionary[Device, tuple[store.Subject, Speeds]] = WeakKeyDictionary()
 
 
 def machine_figures(
@@ -56,17 +57,18 @@ def machine_figures(
                 closing.callback(beside.close)
             return beside
 
-        known = [_known(device, threads, isa) for device in devices]
-        wanted = [device for device, figures in zip(devices, known, strict=True) if figures is None]
-        if any(device.uuid is None for device in wanted) and not anyway:
+        if not anyway and any(device.uuid is None and device not in _of_objects for device in devices):
             return None
-        cpu = _cpu(threads, isa, team)
-        for at, device in enumerate(devices):
-            if known[at] is None:
-                known[at] = _measured_card(device, team(), cpu, _card_subject(device, threads, isa))
-                if known[at] is None:
-                    return None
-        return Probe(cpu, tuple(known))
+        of_cpu = _cpu_subject(threads, cpus, isa)
+        cpu = _cpu(of_cpu, team)
+        found = []
+        for device in devices:
+            subject = _card_subject(device, of_cpu, cpu)
+            figures = _known(device, subject) or _measured_card(device, team(), cpu, subject)
+            if figures is None:
+                return None
+            found.append(figures)
+        return Probe(cpu, tuple(found))
 
 
 def forget() -> None:
@@ -78,7 +80,7 @@ def forget() -> None:
     _of_objects.clear()
 
 
-def _cpu_subject(threads: int, isa: str | None) -> store.Subject:
+def _cpu_subject(threads: int, cpus: Sequence[int] | None, isa: str | None) -> store.Subject:
     from coli.engine.session import choose_isa
     from coli.threads.limits import local_machine
     from coli.threads.tuning import machine_fingerprint
@@ -87,32 +89,34 @@ def _cpu_subject(threads: int, isa: str | None) -> store.Subject:
     return {
         "kind": "cpu", "coli": coli.__version__, "cpu": topology.model_name,
         "cores": len(topology.cores(limits.allowed)),
-        "machine": machine_fingerprint(topology, limits), "threads": threads, "isa": choose_isa(isa),
+        "machine": machine_fingerprint(topology, limits), "threads": threads, "cpus": list(cpus) if cpus else None,
+        "isa": choose_isa(isa),
     }  # fmt: skip
 
 
-def _card_subject(device: Device, threads: int, isa: str | None) -> store.Subject:
-    """A card and the team that answers it."""
+def _card_subject(device: Device, of_cpu: store.Subject, cpu: CpuSpeeds) -> store.Subject:
+    """A card, and the team that answers it with what that was found to take: some figures are what is left of a sum."""
     return {
-        "kind": "card", "coli": coli.__version__, "uuid": device.uuid, "name": device.name,
-        "driver": device.driver, "beside": _cpu_subject(threads, isa),
+        "kind": "card", "coli": coli.__version__, "uuid": device.uuid, "name": device.name, "driver": device.driver,
+        "beside": of_cpu, "which takes": asdict(speeds_from_dict(asdict(cpu))),  # as read from a file
     }  # fmt: skip
 
 
-def _known(device: Device, threads: int, isa: str | None) -> Speeds | None:
-    if device in _of_objects:
-        return _of_objects[device]
-    figures = None if device.uuid is None else store.load(_card_subject(device, threads, isa))
+def _known(device: Device, subject: store.Subject) -> Speeds | None:
+    of, figures = _of_objects.get(device, (None, None))
+    if of == subject:
+        return figures
+    figures = None if device.uuid is None else store.load(subject)
     if figures is not None:
-        _of_objects[device] = figures
+        _of_objects[device] = subject, figures
         _log.info("%s (kept)", _card_line(device, figures))
     return figures
 
 
-def _cpu(threads: int, isa: str | None, team: Callable[[], Engine]) -> CpuSpeeds:
+def _cpu(subject: store.Subject, team: Callable[[], Engine]) -> CpuSpeeds:
     from coli.probing.host import measure_cpu
 
-    subject = _cpu_subject(threads, isa)
+    threads = subject["threads"]
     figures = store.load(subject)
     if figures is not None:
         _log.info("%s (kept)", _cpu_line(threads, figures))
@@ -138,7 +142,7 @@ def _measured_card(device: Device, beside: Engine, cpu: CpuSpeeds, subject: stor
         give_memory_back()
     figures, round_trip_us, seconds = found
     _log.info("%s, a round trip %.1f us; measured in %.1f s", _card_line(device, figures), round_trip_us, seconds)
-    _of_objects[device] = figures
+    _of_objects[device] = subject, figures
     if device.uuid is not None:
         store.save(subject, figures)
     return figures

@@ -19,7 +19,9 @@ from coli.errors import PlacementError
 from coli.log import logger
 from coli.placement import CpuSpeeds, Speeds, speeds_from_dict
 
-VERSION = 2  # of what the figures mean
+VERSION = 3  # of what the figures mean
+
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)  # of a file that is no record of figures
 
 Subject = dict[str, Any]  # what figures are of: JSON types, the same every time
 
@@ -48,14 +50,21 @@ def load(subject: Subject) -> Speeds | CpuSpeeds | None:
         if fields["of"] != subject:
             raise ValueError(f"it is of {fields['of']}")
         figures = speeds_from_dict(fields["figures"])
+        if _names(asdict(figures)) != _names(fields["figures"]):
+            raise ValueError("figures of another kind")
         if isinstance(figures, CpuSpeeds) != (subject["kind"] == "cpu"):
             raise ValueError("figures of another kind")
         return figures
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, PlacementError) as error:
+    except (*_UNREADABLE, OverflowError, AttributeError, PlacementError) as error:
         _log.warning("%s: not what was measured here (%s); measured anew", path, error)
         return None
+
+
+def _names(figures: Any) -> Any:
+    """The names of figures, and of theirs."""
+    return {name: _names(value) for name, value in figures.items()} if isinstance(figures, dict) else None
 
 
 def save(subject: Subject, figures: Speeds | CpuSpeeds) -> None:
@@ -86,6 +95,9 @@ def forget(machine: str) -> None:
             subject = json.loads(path.read_text(encoding="utf-8"))["of"]
             if subject["kind"] == "cpu" and subject["machine"] != machine:
                 continue
-        except (OSError, ValueError, TypeError, KeyError):
+        except _UNREADABLE:
             pass  # nobody can use it
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s: cannot be removed (%s)", path, error.strerror)

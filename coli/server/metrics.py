@@ -68,6 +68,6 @@ class _Live(Collector):
                 )
         tier = self._tier()
         if tier is not None:
-            for name in ("hits", "misses", "uploads", "swaps"):
+            for name in ("hits", "in_passing", "misses", "uploads", "swaps"):
                 yield CounterMetricFamily(f"coli_experts_{name}", f"expert tier: {name}", value=tier[name])
             yield GaugeMetricFamily("coli_experts_resident", "experts on devices", value=tier["residents"])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from coli.devices.base import Device, DeviceError
-from coli.tier.sidethread import SideThread
+from coli.threads.side import SideThread
 from coli.tier.warmstart import Upload
 
 
@@ -58,9 +58,15 @@ class Card:
         self._seat = getattr(device, "seat", None)  # a device with a table of its own has it
 
     def send(self, upload: Upload, slab_of: Callable[[int], np.ndarray]) -> None:
-        """Start an upload; it ends on the uploader's thread.  slab_of : of an expert's key."""
+        """Start an upload; it ends on the uploader's thread.  slab_of : of an expert's key.
+
+        Raises DeviceError where there is no such thread to be had; nothing was started then.
+        """
+        try:
+            self.uploader.do(self._write, upload, slab_of)
+        except RuntimeError as error:
+            raise DeviceError(f"no thread for it: {error}", "launch") from None
         self.on_the_way.append(upload)
-        self.uploader.do(self._write, upload, slab_of)
 
     def _write(self, upload: Upload, slab_of: Callable[[int], np.ndarray]) -> None:
         start = time.perf_counter()

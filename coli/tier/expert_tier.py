@@ -101,7 +101,7 @@ class ExpertTier:
         self._waited_for = 0
         self._given_back_bytes = 0
         self._check_at = time.monotonic() + CHECK_EVERY_S
-        self._decode_hits = self._decode_choices = self._misses = 0
+        self._decode_hits = self._decode_choices = self._misses = self._in_passing = 0
         self.saver = HeatSaver(heat, heat_file)
         self._closed = False
 
@@ -175,17 +175,19 @@ class ExpertTier:
         card.failed_groups_in_a_row = 0
         return y
 
-    def took(self, device: Device, first_layer: int, top_idx: np.ndarray) -> None:
+    def took(self, device: Device, first_layer: int, top_idx: np.ndarray, *, in_passing: int = 0) -> None:
         """A device has computed by itself what it holds of these layers: int32 (layers, rows, top_k), counted as hits.
 
+        in_passing : ranks besides, of experts that were sent to it for this batch only.
         Where no other may hold any, `issue` was not asked for the rest: that was the CPU's.
         """
+        self._in_passing += in_passing
         index, hits = self._index.get(device), 0
         if index is not None:
             hits = self.residency.routes.hits(first_layer, top_idx, index)
             self._cards[index].hits += hits
         if not self.has_others(device):
-            self._misses += top_idx.size - hits
+            self._misses += top_idx.size - hits - in_passing
 
     def note(self, layer: int, top_idx: np.ndarray, decoding: bool = True) -> None:
         """Count what rows chose in a layer, int32 (rows, top_k), or in several from it on, (layers, rows, top_k).
@@ -281,7 +283,13 @@ class ExpertTier:
                 if slot is None:
                     continue
                 card.swaps += 1
-            card.send(Upload(card.index, slot, newcomer), self._slab)
+            upload = Upload(card.index, slot, newcomer)
+            try:
+                card.send(upload, self._slab)
+            except DeviceError as error:
+                self._uploaded(upload, error)
+                cards.remove(card)
+                continue
             started += 1
         return started
 
@@ -506,7 +514,8 @@ class ExpertTier:
     def stats(self) -> dict[str, Any]:
         """Where ranks were computed and what is resident, as of the last `between_tokens`.
 
-        hits, misses : contributions of devices and of the CPU, prompts too.   hit_rate : of decode alone, by residency,
+        hits, misses : contributions of devices and of the CPU, prompts too.   in_passing : of devices, from bytes that
+        were sent for one batch of a prompt only; neither hits nor misses.   hit_rate : of decode alone, by residency,
         None before the first token.   swaps : begun; waited_for : of them, before a first token.
         given_back_bytes : of slots, for others who needed the memory.   seconds : of a decode step, an upload, what an
         upload takes from the decode, and a miss; None where it is not known.   bytes : of experts, by where they are;
@@ -517,6 +526,7 @@ class ExpertTier:
         return {
             "hits": sum(card.hits for card in self._cards),
             "misses": self._misses,
+            "in_passing": self._in_passing,
             "hit_rate": self._decode_hits / self._decode_choices if self._decode_choices else None,
             "decode_tokens": self.heat.tokens,
             "residents": sum(resident),
@@ -567,12 +577,19 @@ class ExpertTier:
         if self._closed:
             return
         self._closed = True
-        self.drain()
-        for card in self._cards:
-            card.uploader.shutdown()
-            self._publish_finished(card)
-        self.heat.fold()
-        self.saver.close()
+        with contextlib.ExitStack() as rest:  # each of it, whatever the one before it raised; the last one first
+            rest.callback(self.saver.close)
+            rest.callback(self.heat.fold)
+            for card in self._cards:
+                rest.callback(self._end_uploads, card)
+            self.drain()
+
+    def _end_uploads(self, card: Card) -> None:
+        """End a device's thread behind its uploads, and publish them all, also behind one that raises."""
+        card.uploader.shutdown()
+        with contextlib.ExitStack() as rest:
+            for _ in card.on_the_way:
+                rest.callback(self._publish_next, card)
 
     def _slab(self, key: int) -> np.ndarray:
         layer, expert = divmod(key, self.experts)

@@ -7,7 +7,7 @@ means forget, since contexts grow, batches change and other programs come and go
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _MEMORY = 16  # steps or uploads that a mean remembers
 _FIRST_STEPS = 4  # quiet steps before others are compared with their mean
@@ -35,13 +35,25 @@ class _Mean:
         self.value += (value - self.value) / self.n
 
 
+@dataclass
+class _Quiet:
+    """Steps of one number of choices without uploads: their seconds, and the misses in the same ones."""
+
+    seconds: _Mean = field(default_factory=_Mean)
+    misses: _Mean = field(default_factory=_Mean)
+
+    def add(self, seconds: float, misses: int) -> None:
+        self.seconds.add(seconds)
+        self.misses.add(misses)
+
+
 class Figures:
     """Seconds of a decode step, of an upload, of what an upload takes from the decode, and of a miss."""
 
     def __init__(self) -> None:
         self._step = _Mean()
         self._upload = _Mean()
-        self._quiet: dict[int, _Mean] = {}  # steps without uploads, by their choices: a batch is another step
+        self._quiet: dict[int, _Quiet] = {}  # by their choices: a batch is another step
         self._excess_s = 0.0
         self._uploads_seen = 0.0
         self._n = 0  # of the slope: steps, means, and the moments about them
@@ -61,13 +73,13 @@ class Figures:
         if self._step.n >= _FIRST_STEPS:
             seconds = min(seconds, _WILD * self._step.value)
         self._step.add(seconds)
-        quiet = self._quiet.setdefault(choices, _Mean())
+        quiet = self._quiet.setdefault(choices, _Quiet())
         if not copying:
-            quiet.add(seconds)
+            quiet.add(seconds, misses)
             self._regress(seconds, misses)
-        elif quiet.n >= _FIRST_STEPS:
+        elif quiet.seconds.n >= _FIRST_STEPS:
             # what more or fewer misses take is no upload's; and one step that was off must not speak for a hundred
-            expected_s = quiet.value + (self.miss_s or 0.0) * (misses - self._misses)
+            expected_s = quiet.seconds.value + (self.miss_s or 0.0) * (misses - quiet.misses.value)
             most_s = _WORST * self._upload.value * max(n_uploaded, 1)
             self._excess_s += min(max(seconds - expected_s, -most_s), most_s)
             self._uploads_seen += n_uploaded

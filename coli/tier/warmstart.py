@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Event
@@ -46,18 +46,21 @@ def fill(
 ) -> Iterator[Outcome]:
     """Run the uploads of each device in their order; yields each outcome as it comes.
 
-    A device that is lost, or fails MAX_FAILURES times in a row, is not asked for the rest of its uploads: they have no
-    outcome.  Closing the iterator early stops every device at its next expert.
+    A device that is lost, or fails MAX_FAILURES times in a row, or has no thread, is not asked for the rest of its
+    uploads: they have no outcome.  Closing the iterator early stops every device at its next expert.
     """
     outcomes: SimpleQueue[Outcome] = SimpleQueue()
     stop = Event()
-    jobs = [
-        uploader.submit(_run, device, mine, slab_of, outcomes, stop)
-        for device, uploader, mine in zip(devices, uploaders, uploads, strict=True)
-        if mine
-    ]
+    jobs: list[Future] = []
     n_bytes = sum(len(slab_of(upload.key)) for mine in uploads for upload in mine)
     try:
+        for device, uploader, mine in zip(devices, uploaders, uploads, strict=True):
+            if not mine:
+                continue
+            try:
+                jobs.append(uploader.submit(_run, device, mine, slab_of, outcomes, stop))
+            except RuntimeError as error:  # the system has no thread to give
+                yield Outcome(mine[0], DeviceError(f"no thread for it: {error}", "launch"))
         with _progress(n_bytes) as advance:
             running = len(jobs)
             while running:

@@ -59,6 +59,16 @@ def test_card_of_told_figures_gives_them_back(monkeypatch, told):
     for name, value in expected.items():
         # a few keys and values are read behind the first position already
         assert told.get(name, value) == pytest.approx(getattr(figures.span, name), rel=0.02, abs=0.3), name
+    # The team takes no time on this clock: what a group takes is the host's, and a cut what the CPU was to take.
+    config = samples_for(TimedCard().free_bytes() // 2).weights.config_dict
+    shape = ModelShape.from_config(config)
+    (gb_s, latency_us), one_us = told["experts"], shape.expert_bytes / told["experts"][0] / 1e3
+    assert latency_us + one_us == pytest.approx(figures.host_us, rel=1e-3)
+    shared_us = next(item.bytes for item in shape.components if item.name == "shexp") / 1e3
+    here_us = latency_us + shape.topk * one_us
+    on_cpu_us = shared_us + shape.topk * shape.cpu_expert_bytes / 1e3
+    cut_us = here_us + on_cpu_us - max(shared_us + figures.host_us, here_us)
+    assert cut_us == pytest.approx(figures.cut_us, rel=1e-3)
     told_head = min(told.get("head_gb_s", 300.0), told["matrix"][0])
     assert told_head == pytest.approx(figures.span.head_gb_s, rel=0.02)
     told_kv = min(80.0, told["matrix"][0])  # nothing is read faster than a matrix

@@ -75,6 +75,22 @@ def test_driver_update_voids_the_figures_of_a_card(measured_cpus, measured_cards
         assert measured == len(measured_cards)
 
 
+def test_card_beside_another_team_or_other_figures_of_the_cpu_is_measured_anew(
+    measured_cpus, measured_cards, monkeypatch
+):
+    """What the host takes is in a card's figures: the same object, in the same process."""
+    one = card()
+    assert machine_figures([one], 2) == machine_figures([one], 2)
+    machine_figures([one], 1)
+    machine_figures([one], 2, [0, 1])
+    assert ["A", "A", "A"] == measured_cards
+    monkeypatch.setattr(host, "measure_cpu", lambda beside: (CpuSpeeds(Speed(41), Speed(30)), 45.0))
+    for path in store.folder().glob("cpu-*.json"):
+        path.unlink()
+    machine_figures([one], 2)
+    assert 4 == len(measured_cards)
+
+
 def test_figures_of_a_device_without_identity_are_asked_for_or_there_are_none(measured_cpus, measured_cards, own_cache):
     """A fake card is measured where time is asked for, known as long as it lives, and never kept."""
     fake = card("fake0", None)
@@ -95,6 +111,15 @@ def test_forget_measures_everything_anew(measured_cpus, measured_cards):
     assert ([2, 2], ["A", "A"]) == (measured_cpus, measured_cards)
 
 
+def without(fields: dict, *names: str) -> dict:
+    """The fields but one."""
+    inner = fields
+    for name in names[:-1]:
+        inner = inner[name]
+    del inner[names[-1]]
+    return fields
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -103,8 +128,14 @@ def test_forget_measures_everything_anew(measured_cpus, measured_cards):
         lambda text: json.dumps(json.loads(text) | {"version": 0}),
         lambda text: json.dumps(json.loads(text) | {"of": {"kind": "card", "uuid": "GPU-9"}}),
         lambda text: json.dumps(json.loads(text) | {"figures": {}}),
+        lambda text: text.replace('"cut_us"', '"other_us"'),
+        lambda text: json.dumps(without(json.loads(text), "figures", "host_us")),
+        lambda text: json.dumps(without(json.loads(text), "figures", "span", "head_gb_s")),
         lambda text: text.replace("900", "-1"),
         lambda text: text.replace("900", '"fast"'),
+        lambda text: text.replace("900", "true"),
+        lambda text: text.replace("900", "9" * 400),
+        lambda text: "[" * 100_000,
     ],
 )
 def test_file_that_is_damaged_or_of_something_else_is_one_line_and_measured_anew(
@@ -121,6 +152,15 @@ def test_file_that_is_damaged_or_of_something_else_is_one_line_and_measured_anew
     assert 1 == len(warnings) and str(path) in warnings[0] and "measured anew" in warnings[0]
     assert ["A", "A"] == measured_cards
     assert store.load(json.loads(path.read_text())["of"]) == CARD, "what was measured has replaced it"
+
+
+def test_forget_says_what_it_cannot_remove(measured_cpus, measured_cards, own_cache, caplog):
+    """A folder where a file should be: one warning, and everything is measured anew all the same."""
+    own_cache.mkdir(parents=True)
+    (own_cache / "cpu-0.json").mkdir()
+    forget()
+    assert "cannot be removed" in caplog.text
+    assert machine_figures([card()], 2) is not None
 
 
 def test_card_that_cannot_be_measured_is_one_line_and_no_figures(measured_cpus, measured_cards, caplog):

@@ -24,6 +24,7 @@ from tier.tiers import (
     check,
     favour,
     make,
+    raising,
     residents,
     run_layer,
     stuck_upload,
@@ -272,6 +273,17 @@ def test_skipped_device_keeps_its_ranks_and_the_others_theirs():
     tier.close()
 
 
+def test_ranks_in_passing_are_neither_hits_nor_misses():
+    """What a device computed from bytes that were sent for one batch was not resident, and was not the CPU's work."""
+    tier = make((4,), homes=[[(0, 0), (0, 1), (1, 4)]])
+    top_idx = np.array([[[0, 2, 7], [3, 1, 5]], [[4, 0, 1], [2, 3, 5]]], np.int32)
+    for n in (4, 0):
+        tier.took(tier._cards[0].device, 0, top_idx, in_passing=n)
+    stats = tier.stats()
+    assert (6, 14, 4) == (stats["hits"], stats["misses"], stats["in_passing"])
+    tier.close()
+
+
 def test_device_learns_of_every_change_before_the_next_step():
     """Warm start, swap, failed upload, quarantine: its own table says what the tier's says (`check`, everywhere)."""
     tier = make((3,), fail=[[("upload", 2), ("upload", 5)]], promotion=ALWAYS)
@@ -436,6 +448,31 @@ def test_heat_that_cannot_be_saved_is_one_warning(tmp_path, caplog):
     folder.mkdir()
     tier.close()
     assert 3 * LAYERS * TOP_K == read_heat(path, SHAPE).sum()
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_save_without_a_thread_is_one_warning(tmp_path, monkeypatch, caplog, recovers):
+    """The counts go into the next save; at the end none is needed."""
+    path = tmp_path / "heat.json"
+    tier = make((4,), heat_file=HeatFile(path, SHAPE, by_hand=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        for _ in range(2):
+            for layer in range(LAYERS):
+                run_layer(tier, layer, [[0, 1, 2]])
+            tier.saver.save_at = 0
+            tier.between_tokens()
+            assert tier.saver.under_way is None
+        assert 1 == caplog.text.count("no thread to write it: can't start new thread; the run goes on")
+        if not recovers:
+            tier.close()
+    if recovers:
+        tier.saver.save_at = 0
+        tier.saver.save_if_due()
+        tier.saver.under_way[1].result()
+    assert 2 * LAYERS * TOP_K == read_heat(path, SHAPE).sum()
+    tier.close()
+    assert 2 * LAYERS * TOP_K == read_heat(path, SHAPE).sum()
 
 
 # ---- about it ----------------------------------------------------------------------------------------------------

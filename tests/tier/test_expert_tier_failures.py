@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tier.tiers import (
     check,
     favour,
     make,
+    raising,
     residents,
     run_layer,
     stuck_upload,
@@ -24,6 +26,8 @@ from tier.tiers import (
 )
 
 from coli.devices.fake import POISON
+from coli.threads.side import SideThread
+from coli.tier.heatfile import HeatFile, HeatShape, read_heat
 from coli.tier.promotion import Promotion
 
 # ---- failures ------------------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ class Broken(Exception):
 def test_bug_in_an_upload_is_raised(monkeypatch):
     """Only what a device reports is fallen back from; anything else must be seen.  The slot is free again."""
     tier = make((4,), promotion=ALWAYS)
-    monkeypatch.setattr(tier._cards[0].device, "write_slot", lambda *_: (_ for _ in ()).throw(Broken))
+    monkeypatch.setattr(tier._cards[0].device, "write_slot", raising(Broken()))
     for layer in range(LAYERS):
         tier.note(layer, np.array([[5, 6, 7]], np.int32))
     tier.between_tokens()
@@ -177,6 +181,96 @@ def test_bug_in_an_upload_is_raised(monkeypatch):
         tier.settle()
     table = tier.residency.tables[0]
     assert (1, 0, 3) == (table.n_free, table.n_reserved, table.n_residents)
+    check(tier)
+    tier.close()
+
+
+SHAPE = HeatShape(LAYERS, EXPERTS, TOP_K, "tiny")
+
+
+def test_bug_in_an_upload_does_not_keep_the_rest_from_its_end(monkeypatch, tmp_path):
+    """It is raised behind a close in which every thread has ended, every upload is published and the heat is saved."""
+    before, path = threading.active_count(), tmp_path / "heat.json"
+    tier = make((4, 4), promotion=ALWAYS, heat_file=HeatFile(path, SHAPE, by_hand=True))
+    monkeypatch.setattr(tier._cards[0].device, "write_slot", raising(Broken()))
+    for layer in range(LAYERS):
+        tier.note(layer, np.array([[5, 6, 7]], np.int32))
+    tier.between_tokens()
+    assert [1, 1] == [len(card.on_the_way) for card in tier._cards]
+    tier.issue(0, np.array([[2, 3, 4]], np.int32), X[:1], np.empty((1, TOP_K), np.uint8))
+    with pytest.raises(Broken):
+        tier.close()
+    tables = tier.residency.tables
+    assert [(1, 0, 3), (0, 0, 4)] == [(table.n_free, table.n_reserved, table.n_residents) for table in tables]
+    assert before == threading.active_count()
+    assert LAYERS * TOP_K == read_heat(path, SHAPE).sum()
+    assert not any(card.open for card in tier._cards)
+    tier.close()
+
+
+def test_bug_in_an_answer_does_not_keep_the_rest_from_its_end(monkeypatch, tmp_path):
+    """A group that is open when the tier closes is taken; whatever comes of it, the rest is done."""
+    before, path = threading.active_count(), tmp_path / "heat.json"
+    tier = make((8,), heat_file=HeatFile(path, SHAPE, by_hand=True))
+    run_layer(tier, 0, [[0, 1, 2]])
+    tier.issue(0, np.array([[0, 1, 2]], np.int32), X[:1], np.empty((1, TOP_K), np.uint8))
+    monkeypatch.setattr(tier._cards[0].device, "take", raising(Broken()))
+    with pytest.raises(Broken):
+        tier.close()
+    assert before == threading.active_count()
+    assert TOP_K == read_heat(path, SHAPE).sum()
+
+
+def test_bug_in_a_save_does_not_keep_the_next_from_the_file(monkeypatch, tmp_path):
+    """It is raised behind a close that has saved what came after it."""
+    before, path = threading.active_count(), tmp_path / "heat.json"
+    heat_file = HeatFile(path, SHAPE, by_hand=True)
+    tier = make((4,), heat_file=heat_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(heat_file, "merge", raising(Broken()))
+        run_layer(tier, 0, [[0, 1, 2]])
+        tier.saver.save_at = 0
+        tier.between_tokens()
+        assert isinstance(tier.saver.under_way[1].exception(), Broken)
+    run_layer(tier, 0, [[0, 1, 2]])
+    with pytest.raises(Broken):
+        tier.close()
+    assert TOP_K == read_heat(path, SHAPE).sum()
+    assert before == threading.active_count()
+
+
+def test_swap_without_a_thread_is_a_failed_upload(monkeypatch, caplog):
+    """Where the system has no thread to give the slot is free, the victim is the CPU's, and the run goes on."""
+    tier = make((1,), promotion=ALWAYS, homes=[[(0, 0), (0, 1)]])
+    card = tier._cards[0]
+    card.uploader.shutdown()
+    card.uploader = SideThread("coli-upload-0")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        tokens(tier, np.random.default_rng(0), 2)
+    assert ([], 1, 0) == (residents(tier), tier.residency.tables[0].n_free, len(card.on_the_way))
+    assert 2 == tier.stats()["failed_uploads"]
+    assert 1 == caplog.text.count("failed (no thread for it: can't start new thread)")
+    check(tier)
+    tokens(tier, np.random.default_rng(0), 1)
+    assert 1 == len(residents(tier))
+    check(tier)
+    tier.close()
+
+
+def test_warm_start_without_a_thread_leaves_that_device_empty(monkeypatch, caplog):
+    """The other one is filled; nothing stays reserved."""
+    start = threading.Thread.start
+
+    def starts(thread):
+        if thread.name == "coli-upload-0":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    tier = make((4, 3))
+    assert [(4, 0, 0), (0, 0, 3)] == [(t.n_free, t.n_reserved, t.n_residents) for t in tier.residency.tables]
+    assert 1 == caplog.text.count("no thread for it")
     check(tier)
     tier.close()
 

@@ -56,6 +56,21 @@ def test_steps_of_another_batch_are_not_compared():
     assert 2e-4 == pytest.approx(figures.stall_s)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_misses_are_compared_within_a_batch_of_one_size(rows):
+    """Batches of two sizes in turn, uploads beside one of them: its misses beside its own mean are no upload's."""
+    rng, figures = np.random.default_rng(3), Figures()
+    figures.uploaded(1e-4)
+    for n in range(4000):
+        of_step = (1, 8)[n % 2]
+        misses = int(rng.binomial(CHOICES * of_step, 0.4))
+        copying = of_step == rows and n // 2 % 4 == 0
+        seconds = 3e-3 + 1e-3 * of_step + 20e-6 * misses
+        figures.stepped(seconds, CHOICES * of_step, misses, copying, 4 * int(copying))
+    assert figures.miss_s > 15e-6
+    assert figures.stall_s < 35e-6
+
+
 def test_miss_is_the_slope_of_seconds_over_misses():
     """Steps with more misses take longer: by so much each, less what the noise may have added."""
     rng, figures = np.random.default_rng(1), Figures()

@@ -113,7 +113,7 @@ def test_unknown_upload_is_tried_once_and_unlimited_has_no_end():
     ("saved_s", "most_s", "n"), [(3.5, 20, 0), (4.0, 20, 4), (7.9, 20, 7), (1.5, 2.5, 0), (2.2, 2.5, 2)]
 )
 def test_uploads_set_out_together(saved_s, most_s, n):
-    """Four or more at a time, so that steps without any show what a step takes; as many as fit the savings, if fewer."""
+    """Four or more at a time, so that steps without any show what one takes; as many as fit the savings, if fewer."""
     assert n == uploads_now(saved_s, most_s, 1.0)
 
 

@@ -131,6 +131,15 @@ def tokens(tier, rng, n, favourites=None):
         tier.settle()
 
 
+def raising(error):
+    """A function that raises it, whatever it is called with."""
+
+    def raises(*_):
+        raise error
+
+    return raises
+
+
 def favour(*experts):
     p = np.full(EXPERTS, 0.02)
     p[list(experts)] = 1

@@ -235,8 +235,9 @@ class CudaDevice:
     def _give_back(self) -> None:
         """Free the arena and all that hangs on it; the context stays."""
         context = self._context
-        if self._streamer is not None:
-            self._streamer.close()
+        streamer, self._streamer = self._streamer, None
+        if streamer is not None:
+            streamer.close()
         if context is not None and context.lost is None:
             context.set_current()
             if self._workspace is not None:

@@ -59,9 +59,9 @@ class Mailbox:
     ) -> None:
         """Make room for a run of so many rows through so many layers.  Nothing may be under way."""
         if layers > self._layers or rows > self._rows or top_k > self._top_k:
-            self._layers, self._rows = max(layers, self._layers), max(rows, self._rows)
-            self._top_k = max(top_k, self._top_k)
-            self._area("choices", 5 * self._layers * self._rows * self._top_k + 4 * self._layers + 512)
+            room = max(layers, self._layers), max(rows, self._rows), max(top_k, self._top_k)
+            self._area("choices", 5 * room[0] * room[1] * room[2] + 4 * room[0] + 512)
+            self._layers, self._rows, self._top_k = room  # only now: it may have failed
             self.generation += 1  # what lies where in them has changed
         self._area("x", rows * round_up(4 * hidden))
         self._area("x_out", rows * 4 * hidden)

@@ -1,9 +1,10 @@
 """Experts in passing: slabs from host memory through pinned staging into a ring of scratch slots, computed there.
 
-While a span waits for its host's answer, threads of the host fill pinned buffers from the container's mapped pages
+While the host answers a span, threads of the host fill pinned buffers from the container's mapped pages
 (the narrowest place: one thread copies about 9 GB/s of the bus' 50), the card's copy engine moves them on, and its
-cores compute a wave of experts while the next one comes.  What comes of them is written where the span looks for the
-host's answer, so it never comes back.  The kernels are those of every expert group, so the bits are the CPU's.
+cores compute a wave of experts while the next one comes.  What comes of them they write themselves to where the span
+looks for the host's answer, so the host moves none of it.  The kernels are those of every expert group, so the bits are
+the CPU's.
 
 Of the span nothing waits on the card meanwhile: a batch of so many rows is launched piece by piece (`spanplan.Launch`),
 and the next piece comes when the host has answered.  Behind a kernel that waits for the host nothing here would be sure
@@ -13,20 +14,22 @@ to run: kernels that were let start early fill the cores, and a kernel's first l
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from threading import Event, Lock
 from typing import Any
 
 import numpy as np
 
+from coli._core.cudalaunch import TIMED_OUT
 from coli.container.layout import FORMATS, SlabLayout, round_up
 from coli.devices.base import Asked, DeviceError
 from coli.devices.cuda import plan
-from coli.devices.cuda.context import Acts, Context, Pinned
+from coli.devices.cuda.context import ANSWER_LIMIT_S, Acts, Context, Pinned
+from coli.threads.side import SideThread
 
 _THREADS = 2  # the CPUs that a card wants beside the team (device.CudaDevice.host_cpus)
 _BUFFERS = 2  # of each thread: one is filled while the other crosses the bus
@@ -59,8 +62,7 @@ class Streamer:
     """What the streams of one card use, one after the other.
 
     slab : of the experts.   max_rows, top_k : of the largest batch.
-    Raises DeviceError and takes nothing where the kernels do not take such experts, memory is short, or the card would
-    not run them beside a span.
+    Raises DeviceError and takes nothing where the kernels do not take such experts, or memory is short.
     """
 
     def __init__(self, context: Context, slab: SlabLayout, max_rows: int, top_k: int) -> None:
@@ -71,7 +73,7 @@ class Streamer:
         self.wave = self.n_slots // 2
         self._stride = round_up(slab.total_bytes)
         self._held = ExitStack()
-        self.threads: ThreadPoolExecutor | None = None
+        self.threads: list[SideThread] = []
         try:
             self._take(max_rows, top_k)
         except BaseException:
@@ -103,12 +105,12 @@ class Streamer:
         self._list = pin(list_bytes)
         piece_bytes = min(_PIECE_BYTES, self._stride)
         self._buffers = [[(pin(piece_bytes), event()) for _ in range(_BUFFERS)] for _ in range(_THREADS)]
-        self.copied, self.freed = [event(), event()], [event(), event()]  # of even and of odd waves
-        self.copies = context.stream()
-        held.callback(context.free_stream, self.copies)
+        self._copied, self._freed = [event(), event()], [event(), event()]  # of even and of odd waves
+        self._copies = context.stream()
+        held.callback(context.free_stream, self._copies)
         self.stream = context.stream()
         held.callback(context.free_stream, self.stream)
-        self.threads = ThreadPoolExecutor(_THREADS, "coli-stream", _roam)
+        self.threads = [SideThread(f"coli-stream-{number}") for number in range(_THREADS)]
 
     def begin(
         self, acts: Acts, answers_at: int, asked: Asked, experts: np.ndarray, slabs: Sequence[np.ndarray]
@@ -146,44 +148,46 @@ class Streamer:
     def copy(self, slab: np.ndarray, turn: int, thread: int) -> None:
         """Start a slab on its way into the slot of its turn; the bytes have been read when this returns."""
         if turn >= self.n_slots:  # the slot has been in use
-            self.context.hold(self.copies, self.freed[turn // self.wave % 2])
-        self._copy(slab, turn, thread)
-
-    def _copy(self, slab: np.ndarray, turn: int, thread: int) -> None:
+            self.context.hold(self._copies, self._freed[turn // self.wave % 2])
         to, buffers = self._slots_at + turn % self.n_slots * self._stride, self._buffers[thread]
-        for number, at in enumerate(range(0, self.slab.total_bytes, buffers[0][0].n_bytes)):
+        for at in range(0, self.slab.total_bytes, buffers[0][0].n_bytes):
             buffer, event = buffers[0]
             buffers.reverse()
             piece = slab[at : min(at + buffer.n_bytes, self.slab.total_bytes)]
             self.context.wait_event(event)  # at once where it was never recorded
             np.copyto(buffer.array[: piece.size], piece)
-            self.context.copy_in(to + at, buffer.address, piece.size, self.copies)
-            self.context.record(event, self.copies)
+            self.context.copy_in(to + at, buffer.address, piece.size, self._copies)
+            self.context.record(event, self._copies)
 
     def launch(self, wave: tuple[int, int, int, int], number: int, acts: Acts, answers_at: int, n_jobs: int) -> None:
         """The kernels of a wave, whose slabs are all on their way.  wave : of `_cut`.   n_jobs : of the whole list."""
         first_job, n, first_tile, n_tiles = wave
         jobs_at = self._list_at + first_job * plan.JOB.itemsize
         tiles_at = self._list_at + n_jobs * plan.JOB.itemsize + first_tile * plan.TILE.itemsize
-        self.context.record(self.copied[number % 2], self.copies)
-        self.context.hold(self.stream, self.copied[number % 2])
+        self.context.record(self._copied[number % 2], self._copies)
+        self.context.hold(self.stream, self._copied[number % 2])
         plan.many_jobs(self, self.slab, jobs_at, n, tiles_at, n_tiles, acts, self._h_at, answers_at)
-        self.context.record(self.freed[number % 2], self.stream)
+        self.context.record(self._freed[number % 2], self.stream)
 
     def settle(self) -> None:
         """Wait for everything that was started.  Does nothing on a lost card."""
-        for stream in (self.copies, self.stream):
+        try:
             if self.context.lost is None:
-                self.context.synchronize(stream)
+                self.context.synchronize(self._copies)
+        finally:
+            if self.context.lost is None:
+                self.context.synchronize(self.stream)
 
     def close(self) -> None:
         """Give everything back.  No stream is under way.  Does nothing the second time."""
-        if self.threads is not None:
-            self.threads.shutdown()
+        threads, self.threads = self.threads, []
+        alive = self.context.lost is None
+        for thread in threads:
+            thread.shutdown(wait=alive)  # a call into a lost card may never end
         with contextlib.suppress(DeviceError), self._held:
-            if self.context.lost is None:
+            if alive:
                 self.context.set_current()
-                if self.threads is not None:
+                if threads:
                     self.settle()
 
 
@@ -208,24 +212,38 @@ class Stream:
         self._error: BaseException | None = None
         external.flat[ranks] = 1
         self._start = time.perf_counter()
-        self._threads = []
+        self._parts: list[Future] = []
         try:
-            for thread in range(_THREADS):
-                self._threads.append(streamer.threads.submit(self._work, thread))
-        except RuntimeError as error:  # the system starts no more threads
-            self._error = DeviceError(f"{streamer.context.name}: {error}", "launch")
+            for number, thread in enumerate(streamer.threads):
+                self._parts.append(thread.submit(self._work, number))
+        except BaseException as error:  # the system starts no more threads: those that are there end at once
+            self._fail(DeviceError(f"{streamer.context.name}: {error}", "launch"))
 
     def wait(self) -> None:
         """Until all of them are computed.  Raises DeviceError: nothing is under way, and they are asked for again."""
-        for thread in self._threads:
-            thread.result()
+        context = self._streamer.context
+        seen, since = -1, 0.0
+        for part in self._parts:
+            while not _ended(part):
+                if self._turn != seen:  # a disk may be slow, but something comes
+                    seen, since = self._turn, time.perf_counter()
+                elif time.perf_counter() - since > ANSWER_LIMIT_S:
+                    error = context.error(TIMED_OUT, "experts in passing")
+                    self._fail(error)
+                    raise error
         if self._error is None:
             return
         self._external.flat[self._ranks] = 0
         with contextlib.suppress(DeviceError):  # a card that is lost here is so for the next who asks
             self._streamer.settle()
-        self._streamer.context.require_alive()
+        context.require_alive()
         raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing more is started; nobody waits for what does not come."""
+        self._error = self._error or error
+        for launched in self._launched:
+            launched.set()
 
     def _work(self, thread: int) -> None:
         """A thread: slab after slab, and the kernels of a wave behind its last one."""
@@ -237,9 +255,7 @@ class Stream:
                 self._streamer.context.synchronize(self._streamer.stream)
             self.seconds = time.perf_counter() - self._start
         except BaseException as error:
-            self._error = self._error or error
-            for launched in self._launched:  # the other thread must not wait for what does not come
-                launched.set()
+            self._fail(error)
 
     def _next(self) -> int | None:
         with self._lock:
@@ -262,6 +278,15 @@ class Stream:
                 self._launched[number].set()
 
 
+def _ended(part: Future) -> bool:
+    """Wait a moment for a thread's end."""
+    try:
+        part.result(0.1)
+    except FutureTimeout:
+        return False
+    return True
+
+
 def _cut(jobs_of: Sequence[int], wave: int) -> tuple[np.ndarray, list[tuple[int, int, int, int]]]:
     """TILE (tiles,), and of each wave of experts: first job, jobs, first tile, tiles.
 
@@ -279,10 +304,3 @@ def _cut(jobs_of: Sequence[int], wave: int) -> tuple[np.ndarray, list[tuple[int,
         waves.append((first_job, n, first_tile, len(tiles) - first_tile))
         first_job += n
     return np.array(tiles, plan.TILE), waves
-
-
-def _roam() -> None:
-    """Let a thread run wherever the process may: it must not inherit the one core of a pinned engine thread."""
-    if hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))

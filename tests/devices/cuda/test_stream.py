@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from threading import Event
 
 import numpy as np
 import pytest
@@ -206,12 +207,62 @@ def test_card_lost_under_a_stream_is_given_up(case, every, monkeypatch):
             begun[0].abort(True)  # this card is not really lost, and would wait 20 s for its host
 
 
+@needs_emulator
 def test_streams_need_a_batch_in_steps(case, every, monkeypatch, caplog):
     """Behind a kernel that waits for its host nothing is started: the CPU answers, and one line says so."""
     monkeypatch.setattr(spanplan, "STEP_ROWS", 1 << 30)
-    with machine(MACHINES[0]), load(case[0]) as model:
+    with emulated(), load(case[0]) as model:
         check(model, case[1])
     assert any("nobody is ready for them" in line for line in said(caplog))
+
+
+def test_streamed_batches_are_launched_in_steps():
+    """Else every large prompt would find nobody ready."""
+    assert streaming.STREAM_ROWS >= spanplan.STEP_ROWS
+
+
+@needs_emulator
+def test_card_that_goes_silent_in_a_stream_is_lost(case, every, monkeypatch, caplog):
+    """Copies that do not end: after the limit the card is lost, and the CPU has the bits; closing hangs nowhere."""
+    monkeypatch.setattr(stream, "ANSWER_LIMIT_S", 0.3)
+    silent, begun = Event(), []
+    send = stream.Stream._send
+
+    def stuck(self, turn, thread):
+        if len(begun) == 3:
+            silent.wait()
+        send(self, turn, thread)
+
+    begin = stream.Streamer.begin
+
+    def counted(self, *arguments):
+        begun.append(1)
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(stream.Stream, "_send", stuck)
+    monkeypatch.setattr(stream.Streamer, "begin", counted)
+    try:
+        with emulated(), load(case[0]) as model:
+            check(model, case[1])
+            assert len(model.engine.program.lost) == 1
+        assert "no answer within" in caplog.text
+    finally:
+        silent.set()
+
+
+@needs_emulator
+def test_closed_streamer_is_closed(case):
+    """Twice is once, and the next `open_stream` makes another."""
+    with emulated() as driver:
+        device = probe.list_devices()[0]
+        OnCard(case[0], device, [])
+        device.open_stream()
+        streamer = device._streamer
+        streamer.close()
+        streamer.close()
+        device.close()
+        device.close()
+        assert device._streamer is None and driver.leaks() == {}
 
 
 @needs_emulator

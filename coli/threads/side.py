@@ -13,10 +13,13 @@ from typing import Any
 
 
 class SideThread(Executor):
-    """One thread that does what it is given, in turn, wherever the process may run.
+    """One thread that does what it is given, in turn; it begins with the first job, and not on a pinned owner's core.
 
     What `ThreadPoolExecutor` does around a job (a future with its condition, a work item, a semaphore) is 50 us of
     cache misses between two tokens, so a job may be started without all that (`do`).
+
+    Where the system has no thread to give, ``do`` and ``submit`` raise RuntimeError and have taken nothing; the next
+    job asks again.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,8 +37,9 @@ class SideThread(Executor):
     def _begin(self) -> None:
         if not self._end.alive:
             raise RuntimeError(f"{self._name} has ended")
-        self._thread = Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
-        self._thread.start()
+        thread = Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread  # only now: one that did not start would be given jobs, and waited for
 
     def submit(self, job: Callable[..., Any], /, *args: Any, **options: Any) -> Future:
         """Start a job; the future has what it returns or raises."""
@@ -51,8 +55,19 @@ class SideThread(Executor):
             thread.join()
 
 
+def roam() -> None:
+    """Let the calling thread run wherever the main thread may: a helper that a pinned thread starts inherits its core.
+
+    The main thread has the process's own mask, as long as nobody narrows it: teams are pinned on threads of their own,
+    and what OpenMP does to the thread that loads it is undone (``coli._core``).
+    """
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
+
+
 def _work(jobs: SimpleQueue[tuple | None]) -> None:
-    _roam()
+    roam()
     while (given := jobs.get()) is not None:
         job, args = given
         job(*args)
@@ -67,10 +82,3 @@ def _fulfil(future: Future, job: Callable[..., Any], args: tuple, options: dict[
             future.set_exception(error)
         else:
             future.set_result(result)
-
-
-def _roam() -> None:
-    """Let this thread run wherever the process may: it must not inherit the one core of a pinned engine thread."""
-    if hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))

@@ -1,4 +1,4 @@
-"""coli/tier/sidethread.py: one thread, one job after the other."""
+"""coli/threads/side.py: one thread, one job after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from coli.tier.sidethread import SideThread
+from coli.threads.side import SideThread
 
 
 def wait_until(is_so) -> bool:
@@ -44,6 +44,26 @@ def test_shutdown_waits_for_what_was_started_and_takes_nothing_more():
         with pytest.raises(RuntimeError, match="has ended"):
             one.submit(int)
     assert ([1], before) == (done, threading.active_count())
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_thread_that_does_not_start_is_asked_for_again(monkeypatch, recovers):
+    """Where the system has no thread to give the job is refused, the next one is not, and the end is one either way."""
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    done, thread = [], SideThread("side")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            thread.do(done.append, 1)
+        with pytest.raises(RuntimeError, match="can't start"):
+            thread.submit(done.append, 2)
+    if recovers:
+        assert thread.submit(len, done).result(timeout=5) == 0
+    thread.shutdown()
+    assert "side" not in [t.name for t in threading.enumerate()]
 
 
 def test_thread_ends_with_its_owner_and_holds_no_finished_job():
