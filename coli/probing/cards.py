@@ -10,6 +10,7 @@ cache can be expected to hold or more.  The card is closed at the end: nothing s
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,13 +31,14 @@ from coli.engine.span import PlacedSpan
 from coli.placement import CpuSpeeds, ModelShape, SpanSpeed, Speed, Speeds
 from coli.probing.host import bytes_beyond_caches
 from coli.probing.samples import FULL_WIDTH, N_DELTANET, N_LAYERS, Samples, large_matrix, sample_bytes, samples_for
-from coli.probing.timing import MOST_CALLS, fitted, time_us
+from coli.probing.timing import MOST_CALLS, ROUNDS, fitted, in_turns, time_us
 from coli.tier.expert_tier import ExpertTier
 from coli.tier.heat import Heat
 from coli.tier.promotion import Promotion
 
 _SHARE = 2  # of the free memory a half is asked for
 _FEW = 2  # experts of the smaller group
+_STEPS_S = 0.015  # of a round of whole tokens
 _LONG = 512  # positions that attention looks back on in the second of two measurements, at full width
 _PROJECTIONS = {
     "linear_attention": ("linear_attn.in_proj_qkvz", "linear_attn.out_proj"),
@@ -71,7 +73,8 @@ def step_us(engine: Engine, others: list[Any]) -> float:
     session = engine.session()
     session.step(1)
     try:
-        return time_us(lambda: session.step(1), before=lambda: engine.on_thread(lambda: engine._runner.read(others)))
+        before = lambda: engine.on_thread(lambda: engine._runner.read(others))  # noqa: E731
+        return time_us(lambda: session.step(1), _STEPS_S, before=before, most=MOST_CALLS // ROUNDS)
     finally:
         session.close()
 
@@ -132,22 +135,20 @@ class _Bench:
     def measure(self) -> tuple[Speeds, float]:
         """The figures of products and groups, and a round trip in us."""
 
-        def timed_us(call: Callable[[], None]) -> float:
-            return time_us(call, before=self.team_reads)
-
-        round_trip_us = timed_us(self._product(cycle([self.tiny])))
         outs = [layer[1] for layer in self.projections]
+        calls = {
+            "nothing": self._product(cycle([self.tiny])),
+            "small": self._product(cycle(outs)),
+            "large": self._product(cycle([self.large])),
+            "few": self._group(_FEW),
+            "all": self._group(self.top_k),
+        }
+        us = in_turns(calls, before=self.team_reads)
         small = self.samples.matrix("layers.0.linear_attn.out_proj")
-        matrix = fitted(
-            (small.n_blocks * small.block_bytes, timed_us(self._product(cycle(outs)))),
-            (self.large_bytes, timed_us(self._product(cycle([self.large])))),
-        )
+        matrix = fitted((small.n_blocks * small.block_bytes, us["small"]), (self.large_bytes, us["large"]))
         slab_bytes = self.slab.slab_bytes
-        experts = fitted(
-            (_FEW * slab_bytes, timed_us(self._group(_FEW))),
-            (self.top_k * slab_bytes, timed_us(self._group(self.top_k))),
-        )
-        return Speeds(Speed(*matrix), Speed(*experts), host_us=self._host_us(experts[1] / 1e6)), round_trip_us
+        experts = fitted((_FEW * slab_bytes, us["few"]), (self.top_k * slab_bytes, us["all"]))
+        return Speeds(Speed(*matrix), Speed(*experts), host_us=self._host_us(experts[1] / 1e6)), us["nothing"]
 
     def cut_us(self, beside: Engine, cpu: CpuSpeeds, figures: Speeds) -> float:
         """What a layer of the CPU takes longer than its parts when all of its experts are on the card.
@@ -157,12 +158,15 @@ class _Bench:
         """
         others = np.ones(bytes_beyond_caches(), np.uint8)
         engine = Engine(self.samples, beside=beside, context=2 * MOST_CALLS)
+        programs = engine.program, Program(self.config, {}, self.tier)
+        us: list[list[float]] = [[], []]
         try:
-            alone_us = step_us(engine, [others])
-            engine.program = Program(self.config, {}, self.tier)
-            cut_us = step_us(engine, [others])
+            for _ in range(ROUNDS):
+                for engine.program, found in zip(programs, us, strict=True):
+                    found.append(step_us(engine, [others]))
         finally:
             engine.close()
+        alone_us, cut_us = map(statistics.median, us)
         shape = ModelShape.from_config(self.samples.weights.config_dict)
         shared = next(item.bytes for item in shape.components if item.name == "shexp")
         shared_us, here_us = cpu.matrix.us(shared), figures.experts.us(self.top_k * self.slab.slab_bytes)
@@ -180,13 +184,20 @@ class _Bench:
 
         return call
 
-    def lose(self, experts: range) -> None:
-        """These experts of every layer are in no slot any more."""
-        per_layer = self.config.num_experts
+    def lose_first(self) -> None:
+        """The first expert of every layer is in no slot any more."""
+        residency = self.tier.residency
         for layer in range(N_LAYERS):
-            for expert in experts:
-                self.tier.residency.tables[0].release(self.tier.residency.vacate(layer * per_layer + expert))
-                self.device.seat(layer, expert, None)
+            residency.tables[0].release(residency.vacate(layer * self.config.num_experts))
+            self.device.seat(layer, 0, None)
+
+    def find_first(self) -> None:
+        """It is in one again.  All layers' are the same bytes, so any of these slots has them."""
+        residency = self.tier.residency
+        for layer in range(N_LAYERS):
+            slot = residency.tables[0].reserve()
+            residency.publish(0, slot, layer * self.config.num_experts)
+            self.device.seat(layer, 0, slot)
 
     def _host_us(self, group_s: float) -> float:
         """What a group of one takes of the host's time: to be started, and to be fetched when it is long done.
@@ -278,12 +289,16 @@ class _Spans:
         engine = Engine(self.bench.samples, beside=beside, context=self._positions)
         try:
             engine.program = beside.on_thread(self._program)
-            token_us = step_us(engine, self.bench.of_a_layer)
-            beside.on_thread(lambda: self.bench.lose(range(1)))
-            asking_us = step_us(engine, self.bench.of_a_layer)
-            answer_us = beside.on_thread(lambda: self._answer_us(engine))
+            tokens_us, askings_us, answers_us = [], [], []
+            for _ in range(ROUNDS):
+                tokens_us.append(step_us(engine, self.bench.of_a_layer))
+                beside.on_thread(self.bench.lose_first)
+                askings_us.append(step_us(engine, self.bench.of_a_layer))
+                answers_us.append(beside.on_thread(lambda: self._answer_us(engine)))
+                beside.on_thread(self.bench.find_first)
         finally:
             engine.close()
+        token_us, asking_us, answer_us = map(statistics.median, (tokens_us, askings_us, answers_us))
         kinds = self.bench.config.layer_types
         layers_us = sum(
             self._read_us(kind) + (span.deltanet_us if kind == "linear_attention" else span.attention_us)
@@ -298,18 +313,24 @@ class _Spans:
 
     def _layers_alone(self) -> SpanSpeed:
         """A run of half as many layers and of all, of one kind; then far on, and with a head behind."""
-        half = N_DELTANET // 2
-        few_us, many_us = (self._token_us(range(n)) for n in (half, N_DELTANET))
-        layer_us = (many_us - few_us) / half
-        hop_us = max(0.0, few_us - half * layer_us)
-        attention = range(N_DELTANET, N_LAYERS)
-        near_us, far_us = (self._token_us(attention, position) for position in (1, self.long))
-        attention_us = (near_us - hop_us) / len(attention)
+        half, attention = N_DELTANET // 2, range(N_DELTANET, N_LAYERS)
         head = self.device.head(final_norm(self.bench.samples), self.bench.large)
-        head_us = max(self._token_us(range(N_DELTANET), head=head) - many_us, 0.0)
+        with contextlib.ExitStack() as closing:
+            calls = {
+                "few": self._token(closing, range(half)),
+                "many": self._token(closing, range(N_DELTANET)),
+                "head": self._token(closing, range(N_DELTANET), head=head),
+                "near": self._token(closing, attention, 1),
+                "far": self._token(closing, attention, self.long),
+            }
+            us = in_turns(calls)
+        layer_us = (us["many"] - us["few"]) / half
+        hop_us = max(0.0, us["few"] - half * layer_us)
+        attention_us = (us["near"] - hop_us) / len(attention)
+        head_us = max(us["head"] - us["many"], 0.0)
         config, large_bytes = self.bench.config, self.bench.large_bytes
         kv_bytes = len(attention) * (self.long - 1) * 2 * 2 * config.num_key_value_heads * config.head_dim
-        kv_us = max(far_us - near_us, self.matrix.transfer_us(kv_bytes))
+        kv_us = max(us["far"] - us["near"], self.matrix.transfer_us(kv_bytes))
         return SpanSpeed(
             deltanet_us=max(0.0, layer_us - self._read_us("linear_attention")),
             attention_us=max(0.0, attention_us - self._read_us("full_attention")),
@@ -339,7 +360,7 @@ class _Spans:
             for layer in range(N_LAYERS):
                 runner.moe(layer, x, chosen, external, False)
 
-        return time_us(call) / N_LAYERS
+        return time_us(call, _STEPS_S) / N_LAYERS
 
     @property
     def _experts_us(self) -> float:
@@ -354,9 +375,11 @@ class _Spans:
             us += self.matrix.transfer_us(2 * shape.state_bytes / N_DELTANET)
         return us + self._experts_us
 
-    def _token_us(self, layers: range, position: int = 0, head: Any = None) -> float:
-        """One token through a run of layers behind ``position`` others, to its logits where there is a head; the host
-        answers at once, with nothing."""
+    def _token(
+        self, closing: contextlib.ExitStack, layers: range, position: int = 0, head: Any = None
+    ) -> Callable[[], None]:
+        """One token more through a run of layers behind ``position`` others, to its logits where there is a head; the
+        host answers at once, with nothing."""
         span = self.device.span([self.layers[i] for i in layers], head)
         states = [self.device.new_state(self.mixers[i]) for i in layers]
         hidden, top_k = self.bench.config.hidden_size, self.bench.top_k
@@ -366,6 +389,7 @@ class _Spans:
         slot_of = np.zeros((max(position, 1), top_k), np.int32)
         at = 0
         for state in states:
+            closing.callback(state.close)
             state.reach(self._positions)
 
         def run(rows: np.ndarray, x_out: np.ndarray | None) -> None:
@@ -382,10 +406,6 @@ class _Spans:
                 raise
             at += len(rows)
 
-        try:
-            while at < position:
-                run(x[: min(position - at, span.max_rows)], None)
-            return time_us(lambda: run(x[:1], out))
-        finally:
-            for state in states:
-                state.close()
+        while at < position:
+            run(x[: min(position - at, span.max_rows)], None)
+        return lambda: run(x[:1], out)

@@ -20,7 +20,7 @@ from coli._core import step
 from coli.engine.session import Engine
 from coli.placement import CpuSpeeds, ModelShape, Speed
 from coli.probing.samples import N_DELTANET, N_LAYERS, NARROWEST, Samples
-from coli.probing.timing import MOST_CALLS, fitted, time_us
+from coli.probing.timing import MOST_CALLS, fitted, in_turns, time_us
 
 _N_EXPERTS = 16  # of a layer: 8 of them are chosen at random for each pass
 _FEW = 2  # experts of the smaller group
@@ -104,35 +104,49 @@ def _measured(engine: Engine, samples: Samples, token_us: float) -> tuple[CpuSpe
         """Operations of the layers, each a region of its own."""
         return lambda: [run(layer, *ops) for layer in of]
 
-    def experts(n: int) -> float:
-        """Of the layers, n experts in each, as the host of a card computes them."""
+    def experts(n: int, of: Sequence[int]) -> Callable[[], None]:
+        """n experts in each of some layers, as the host of a card computes them."""
         external = np.ones((1, top_k), np.uint8)
         external[0, :n] = 0
 
-        def moe(of: Sequence[int]) -> None:
+        def moe() -> None:
             for layer in of:
                 runner.moe(layer, x, next(draws), external, False)
 
+        return moe
+
+    def cold_experts(n: int) -> Callable[[], None]:
+        """Ahead of them, as `cold`."""
+        one = experts(n, [first])
+
         def before() -> None:
             runner.read([others])
-            moe([first])
+            one()
 
-        return time_us(lambda: moe(layers), 0.2, before=before) - len(layers) * region_us
+        return before
 
     shape = ModelShape.from_config(samples.weights.config_dict)
     projections = sum(i.bytes for i in shape.components if i.layer in layers and i.name not in ("shexp", "lmhead"))
-    region_us = time_us(lambda: runner.run(0, 1))
     n, n_states = len(layers), N_DELTANET - 1
-    mixing = ("MIX_IN", "MIX_OUT")
-    matrix_us = time_us(each(mixing), 0.3, before=cold(*mixing)) - 2 * n * region_us
-    few_us, all_us = (max(experts(k), 0.1) for k in (_FEW, top_k))
-    states = each(["MIX_CORE"], range(1, N_DELTANET))
-    state_us = time_us(states, 0.2, before=cold("MIX_CORE")) - n_states * region_us
-    small = ("NORM1", "NORM2", "COMBINE")
-    small_us = time_us(each(small), 0.1, before=cold(*small)) - len(small) * n * region_us
+    mixing, small = ("MIX_IN", "MIX_OUT"), ("NORM1", "NORM2", "COMBINE")
     buffers = _projections(samples)
-    read_us = time_us(lambda: runner.read(buffers), 0.2, before=lambda: runner.read([others]))
-    read_gb_s = sum(buffer.nbytes for buffer in buffers) / read_us / 1e3
+    calls = {
+        "region": (lambda: runner.run(0, 1), lambda: None),
+        "matrices": (each(mixing), cold(*mixing)),
+        "few": (experts(_FEW, layers), cold_experts(_FEW)),
+        "all": (experts(top_k, layers), cold_experts(top_k)),
+        "states": (each(["MIX_CORE"], range(1, N_DELTANET)), cold("MIX_CORE")),
+        "small": (each(small), cold(*small)),
+        "read": (lambda: runner.read(buffers), lambda: runner.read([others])),
+    }
+    us = in_turns({name: call for name, (call, _) in calls.items()}, 0.2,
+                  before={name: before for name, (_, before) in calls.items()})  # fmt: skip
+    region_us = us["region"]
+    matrix_us = us["matrices"] - 2 * n * region_us
+    few_us, all_us = (max(us[name] - n * region_us, 0.1) for name in ("few", "all"))
+    state_us = us["states"] - n_states * region_us
+    small_us = us["small"] - len(small) * n * region_us
+    read_gb_s = sum(buffer.nbytes for buffer in buffers) / us["read"] / 1e3
     # No product beats the ruler by more than the caches' worth; nor does the state, of which a real model has too much.
     matrix = Speed(_gb_s(projections, matrix_us, 2 * read_gb_s))
     of_one = n * shape.expert_bytes

@@ -1,31 +1,58 @@
 """Times of short calls: the median of as many as fit a budget.
 
-What is predicted from them is a token on this machine with all that goes on here, and not one of a quiet machine.
+What is predicted from them is a token on this machine with all that goes on here, and not one of a quiet machine.  But
+a figure is kept, and a neighbour's burst lasts longer than a call: so calls are timed by turns, some of each in every
+round, and of the rounds' medians the middle one counts.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _BUDGET_S = 0.04
 _FEWEST = 5
 MOST_CALLS = 50
+ROUNDS = 3
+_MOST_OF_ROUND = MOST_CALLS // ROUNDS - 1  # and one that is not counted
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], Any]],
+    budget_s: float = _BUDGET_S,
+    *,
+    before: Callable[[], Any] | Mapping[str, Callable[[], Any]] = lambda: None,
+) -> dict[str, float]:
+    """Microseconds of several calls: of each the middle one of three rounds.
+
+    budget_s : of all rounds of one call.   before : as for `time_us`, of all calls or of each.
+    No call is made more than MOST_CALLS times.
+    """
+    us: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            ahead = before if callable(before) else before[name]
+            us[name].append(time_us(call, budget_s / ROUNDS, before=ahead, most=_MOST_OF_ROUND))
+    return {name: statistics.median(found) for name, found in us.items()}
 
 
 def time_us(
-    call: Callable[[], Any], budget_s: float = _BUDGET_S, *, before: Callable[[], Any] = lambda: None
+    call: Callable[[], Any],
+    budget_s: float = _BUDGET_S,
+    *,
+    before: Callable[[], Any] = lambda: None,
+    most: int = MOST_CALLS,
 ) -> float:
-    """Microseconds of a call: the median of 5 to 50, after one that is not counted.
+    """Microseconds of a call: the median of 5 to ``most``, after one that is not counted.
 
     before : is called ahead of each and not timed.
     """
     call()
     seconds: list[float] = []
     end = time.perf_counter() + budget_s
-    while len(seconds) < _FEWEST or (len(seconds) < MOST_CALLS and time.perf_counter() < end):
+    while len(seconds) < _FEWEST or (len(seconds) < most and time.perf_counter() < end):
         before()
         start = time.perf_counter()
         call()
