@@ -40,36 +40,40 @@ def slowest_us(cpu: Side, cards: Sequence[Side]) -> float:
     """
     slow = [card for card in cards if card.each_us * _HARDLY_FASTER > cpu.each_us]
     fast = [card for card in cards if card.each_us * _HARDLY_FASTER <= cpu.each_us]
-    return _by_cases([cpu, *slow], fast, [])
+    return _by_cases([cpu, *slow], fast, [], 1.0)
 
 
-def _by_cases(slow: list[Side], fast: list[Side], known: list[tuple[float, float, float]]) -> float:
+def _by_cases(
+    slow: Sequence[Side], fast: Sequence[Side], known: list[tuple[float, float, float]], share: float
+) -> float:
     """The mean over the cases of the slow ones.
 
     known : (mean time, variance of the count, each_us) of those whose case is known.
-    What one has less or more than on average, the others have more or less: the sum is what a token chooses.
+    share : of their mean, what the others have.  What one has less or more than on average, the others have more or
+        less: the sum is what a token chooses.
     """
     if not slow:
-        times = [side.base_us + side.start_us * side.some + side.each_us * side.mean for side in fast]
+        times = [side.base_us + side.start_us * side.some + side.each_us * side.mean * share for side in fast]
         variances = [side.variance for side in fast] + [variance for _, variance, _ in known]
         scales = [side.each_us for side in fast] + [each_us for *_, each_us in known]
         return mean_of_max(times + [us for us, *_ in known], variances, scales)
-    side, *others = slow
-    elsewhere = sum(other.mean for other in (*others, *fast))
+    side, others = slow[0], slow[1:]
+    base_us, start_us, each_us, mean, variance, some = side
+    mean *= share
+    elsewhere = share * (sum(other.mean for other in others) + sum(other.mean for other in fast))
 
-    def case(mean: float, variance: float, start_us: float) -> float:
-        share = max((elsewhere + side.mean - mean) / elsewhere, 0.0) if elsewhere else 1.0
-        us = side.base_us + start_us + side.each_us * mean
-        scaled = [[other._replace(mean=other.mean * share) for other in some] for some in (others, fast)]
-        return _by_cases(*scaled, [*known, (us, variance, side.each_us)])
+    def case(mean_here: float, variance_here: float, start_here_us: float) -> float:
+        us = base_us + start_here_us + each_us * mean_here
+        of_others = share * max((elsewhere + mean - mean_here) / elsewhere, 0.0) if elsewhere else share
+        return _by_cases(others, fast, [*known, (us, variance_here, each_us)], of_others)
 
-    if side.some < _NEVER or not elsewhere:
-        return case(side.mean, side.variance, side.start_us * side.some)
-    if side.some > 1 - _NEVER:
-        return case(side.mean, side.variance, side.start_us)
-    mean = side.mean / side.some
-    variance = max((side.variance + side.mean**2) / side.some - mean**2, 0.0)
-    return side.some * case(mean, variance, side.start_us) + (1 - side.some) * case(0.0, 0.0, 0.0)
+    if some < _NEVER or not elsewhere:
+        return case(mean, variance, start_us * some)
+    if some > 1 - _NEVER:
+        return case(mean, variance, start_us)
+    mean_if_any = mean / some
+    variance_if_any = max((variance + mean**2) / some - mean_if_any**2, 0.0)
+    return some * case(mean_if_any, variance_if_any, start_us) + (1 - some) * case(0.0, 0.0, 0.0)
 
 
 def mean_of_max(means: Sequence[float], variances: Sequence[float], scales: Sequence[float]) -> float:
