@@ -56,7 +56,7 @@ def test_running_answers_share_one_pass_a_step(serve):
 def test_answers_go_on_between_the_pieces_of_a_long_prompt(serve):
     """A long prompt is taken in piece by piece; between two pieces every running answer gets a token."""
     client = serve(answering("y", end=False), delay_s=0.001)
-    with client.open_stream(CHAT, chat_body("short", max_tokens=200, stream=True)) as running:
+    with client.open_stream(CHAT, chat_body("short", max_tokens=3000, stream=True)) as running:
         next(iter(running))
         client.post(CHAT, chat_body("long " * 400, max_tokens=1))
     pieces = [i for i, rows in enumerate(client.engine.passes) if len(rows) == 1 and rows[0] > 20]
