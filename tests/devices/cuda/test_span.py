@@ -17,7 +17,7 @@ import coli
 from coli.container.reader import Container
 from coli.devices.base import DeviceError, SpanPart
 from coli.devices.cuda import compile as compiling
-from coli.devices.cuda import probe, spanplan
+from coli.devices.cuda import mailbox, probe, spanplan
 from coli.devices.cuda.device import CudaDevice
 from coli.devices.cuda.span import MAX_ROWS
 from coli.engine.mixing import layer_spec
@@ -412,3 +412,28 @@ def test_span_bytes_covers_what_a_span_takes(device, answers):
     finally:
         context.alloc = alloc
     assert 0 < sum(taken) + (n - 1) * per_layer <= CudaDevice.span_bytes(numbers, n)
+
+
+@emulated_only
+def test_room_for_choices_that_was_not_had_is_asked_for_again(_, monkeypatch):
+    """Pinned memory that is refused once: the next batch of that size gets it, and does not look beyond the old one."""
+    monkeypatch.setattr(mailbox, "_GROW_BYTES", 64)
+    with emulated():
+        context = probe.list_devices()[0]._opened()
+        box = mailbox.Mailbox(context)
+        pin, refused = context.pin, []
+
+        def short(n_bytes, what):
+            if what == "a span's choices" and not refused:
+                refused.append(n_bytes)
+                raise DeviceError("no pinned memory", "out of memory")
+            return pin(n_bytes, what)
+
+        monkeypatch.setattr(context, "pin", short)
+        sizes = {"top_k": 2, "hidden": 64, "list_bytes": 64, "logits_bytes": 64, "asks": False}
+        with pytest.raises(DeviceError):
+            box.reserve(3, 100, **sizes)
+        box.reserve(3, 100, **sizes)
+        top_idx, external, missing = box.choices(3, 100, 2)
+        assert ((3, 100, 2), (3, 100, 2), (3,)) == (top_idx.shape, external.shape, missing.shape)
+        box.close()
