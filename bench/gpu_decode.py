@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from coli import log  # noqa: E402
 from coli.convert.synthetic import Synthetic, SyntheticContainer, geometry  # noqa: E402
 from coli.devices.cuda import probe  # noqa: E402
+from coli.devices.cuda.device import CudaDevice  # noqa: E402
 from coli.engine.session import Engine  # noqa: E402
 from coli.placement import ModelShape, Probe, plan, predict_seen  # noqa: E402
 from coli.placing import Placed, _Placing, cpus_to_leave  # noqa: E402
@@ -111,15 +112,12 @@ def decode(engine: Engine, placed: Placed, figures: Probe, ids: np.ndarray, toke
     same = sum(bool((a.view(np.uint32) == b.view(np.uint32)).all()) for a, b in zip(wanted, found, strict=True))
     (before, first), (after, last) = seen
     chosen = ((after - before) / tokens).tolist()
-    predicted = [  # experts change places meanwhile: with those of the beginning, and with those of the end
-        predict_seen(
-            placed.plan, figures, chosen=chosen, resident=resident, position=PROMPT + 1.5 * tokens
-        ).ms_per_token / 1e3
-        for resident in (first, last)
-    ]  # fmt: skip
+    predicted = predict_seen(
+        placed.plan, figures, chosen=chosen, residents=[first, last], position=PROMPT + 1.5 * tokens
+    )
     hit_rate = tier.stats()["hit_rate"] or 0.0
     return Run(
-        tier.n_slots(0), seconds[:tokens], seconds[tokens:], statistics.mean(predicted), hit_rate, same, len(found)
+        tier.n_slots(0), seconds[:tokens], seconds[tokens:], predicted.ms_per_token / 1e3, hit_rate, same, len(found)
     )
 
 
@@ -166,6 +164,17 @@ def tok_s(seconds: list[float]) -> str:
     return f"{len(seconds) / sum(seconds):.1f} ({1 / statistics.median(seconds):.1f})"
 
 
+def begin(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argparse.Namespace, list[CudaDevice]]:
+    """The arguments and the cards, quietly; ends the program where there is no card."""
+    args = parser.parse_args(argv)
+    logging.getLogger("coli").setLevel(logging.WARNING)
+    log.configure("quiet")
+    devices = probe.list_devices()
+    if not devices:
+        parser.exit(2, f"no card: {probe.probe_cuda()}\n")
+    return args, devices
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default="qwen36-35b")
@@ -177,13 +186,7 @@ def main(argv: list[str] | None = None) -> int:
                         help="with so much memory and the last router: lists, too")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1, help="of all placements, the order turned around each time")
     parser.add_argument("--parts", action="store_true", help="say where a token's time goes")
-    args = parser.parse_args(argv)
-    logging.getLogger("coli").setLevel(logging.WARNING)
-    log.configure("quiet")
-    devices = probe.list_devices()
-    if not devices:
-        print(f"no card: {probe.probe_cuda()}", file=sys.stderr)
-        return 2
+    args, devices = begin(parser, argv)
     config = geometry(args.geometry)
     shape = ModelShape.from_config(config)
     print(f"\n### Decode, {args.geometry}, {devices[0].name}, {time.strftime('%Y-%m-%d')}\n")

@@ -11,7 +11,6 @@ from pair to pair.  All logits are compared with the CPU's as bits.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import statistics
 import sys
@@ -24,11 +23,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu_decode import MIB, PROMPT, make, row, run  # noqa: E402
+from gpu_decode import MIB, PROMPT, begin, make, row, run  # noqa: E402
 
-from coli import log  # noqa: E402
 from coli.convert.synthetic import geometry  # noqa: E402
-from coli.devices.cuda import probe  # noqa: E402
 from coli.engine.session import Engine  # noqa: E402
 from coli.placement import ModelShape, Probe  # noqa: E402
 from coli.placing import Placed, _Placing, cpus_to_leave  # noqa: E402
@@ -113,13 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=12, help="of stretches, one with and one without")
     parser.add_argument("--tokens", type=int, default=16, help="of a stretch that are timed")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    args = parser.parse_args(argv)
-    logging.getLogger("coli").setLevel(logging.WARNING)
-    log.configure("quiet")
-    devices = probe.list_devices()
-    if not devices:
-        print(f"no card: {probe.probe_cuda()}", file=sys.stderr)
-        return 2
+    args, devices = begin(parser, argv)
     config = geometry(args.geometry)
     container = make(args.geometry, 0.0)
     n_tokens = len(policies(args.pairs, args.tokens))

@@ -11,7 +11,6 @@ from the mapped files, with the page cache warm.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import statistics
 import sys
@@ -23,9 +22,8 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
-from gpu_decode import MIB, make, row  # noqa: E402
+from gpu_decode import MIB, begin, make, row  # noqa: E402
 
-from coli import log  # noqa: E402
 from coli.convert.synthetic import geometry  # noqa: E402
 from coli.devices.cuda import probe, stream  # noqa: E402
 from coli.engine import streaming  # noqa: E402
@@ -94,13 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=128, help="of decode at each depth, in turns")
     parser.add_argument("--container", type=Path, help="time loading from this folder, too")
-    args = parser.parse_args(argv)
-    logging.getLogger("coli").setLevel(logging.WARNING)
-    log.configure("quiet")
-    devices = probe.list_devices()
-    if not devices:
-        print(f"no card: {probe.probe_cuda()}", file=sys.stderr)
-        return 2
+    args, devices = begin(parser, argv)
     config = geometry(args.geometry)
     shape = ModelShape.from_config(config)
     prompts = [int(n) for n in args.prompts.split(",")]

@@ -232,11 +232,9 @@ class _Trial:
             return alone.predicted_ms_per_token / 1e3
         after = _Seen(model)
         chosen = ((after.counts - before.counts) / n).tolist()
-        seen = [  # experts change places meanwhile: with those of the beginning, and with those of the end
-            predict_seen(made, self.probe, chosen=chosen, resident=resident.tolist(), position=position).ms_per_token
-            for resident in (before.resident, after.resident)
-        ]
-        return sum(seen) / len(seen) / 1e3
+        residents = [seen.resident.tolist() for seen in (before, after)]
+        seen = predict_seen(made, self.probe, chosen=chosen, residents=residents, position=position)
+        return seen.ms_per_token / 1e3
 
     def record(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Everything as JSON types."""

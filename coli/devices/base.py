@@ -341,7 +341,7 @@ class StreamRun(Protocol):
 
 
 class StreamDevice(SpanDevice, Protocol):
-    """A device that also computes experts which it does not hold, while it waits for an answer in a span.
+    """A device that also computes experts which it does not hold, while its host answers a span.
 
     Their bytes come with the call, are used once and forgotten.
     """

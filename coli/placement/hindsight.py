@@ -15,12 +15,14 @@ def predict_seen(
     probe: Probe,
     *,
     chosen: Sequence[Sequence[float]],
-    resident: Sequence[Sequence[int]],
+    residents: Sequence[Sequence[Sequence[int]]],
     position: float,
 ) -> Prediction:
     """The time of a token of a plan, as the cost model has it.
 
-    chosen : [layer][expert], how often a token chose it.   resident : [layer][expert] -> device, -1 for none.
+    chosen : [layer][expert], how often a token chose it.
+    residents : [layer][expert] -> device, -1 for none, at one time or at several: experts change places meanwhile, and
+        the mean of the predictions counts.
     position : how far a token looked back.
     """
     experts = [
@@ -29,4 +31,8 @@ def predict_seen(
         for index in range(made.shape.n_experts)
     ]
     model = CostModel(made.shape, speeds_of(made.devices, None, probe), experts, position=position)
-    return model.predict(made.device_of, [resident[expert.layer][expert.index] for expert in experts])
+    found = [
+        model.predict(made.device_of, [resident[expert.layer][expert.index] for expert in experts]).us
+        for resident in residents
+    ]
+    return Prediction({part: sum(us.get(part, 0.0) for us in found) / len(found) for part in found[0]})

@@ -6,16 +6,14 @@ import logging
 
 import numpy as np
 import pytest
+from conftest import assert_same_bits
+from engine.standins import MiB
 
-import coli
 from coli.devices.fake import FakeDevice
 from coli.devices.fakestream import StreamingFake
 from coli.engine import streaming
 from coli.placement import streaming as shares
-from conftest import assert_same_bits
 
-MiB = 1 << 20
-CONTEXT = 512
 IDS = np.random.default_rng(8).integers(0, 256, 400)
 LAYERS = 8
 TRUNK = "lmhead=0,dnproj=0,dnout=0,attnproj=0,shexp=0"
@@ -23,29 +21,8 @@ CUTS = (20, 1, 9, 3)
 
 
 @pytest.fixture(scope="module")
-def path(make_container):
-    return str(make_container("tiny-random"))
-
-
-@pytest.fixture
-def load(path, tmp_path):
-    """load(*devices) -> Model, closed at the end."""
-    models = []
-
-    def made(*devices, **options):
-        heat = tmp_path / f"heat{len(models)}.json"
-        models.append(coli.load(path, devices=devices, threads=2, context=CONTEXT, heat=heat, **options))
-        return models[-1]
-
-    yield made
-    for model in models:
-        model.close()
-
-
-@pytest.fixture(scope="module")
-def expected(path):
-    with coli.load(path, devices="none", threads=2, context=CONTEXT) as model:
-        yield answers(model)
+def expected(cpu):
+    return answers(cpu)
 
 
 @pytest.fixture
