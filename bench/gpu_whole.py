@@ -1,11 +1,10 @@
-"""A model that lies on one card as a whole: decode at depth, prompts, loading, and the memory it takes.
+"""A model that lies on one card as a whole: decode at depth, prompts, and the memory it takes.
 
-    python bench/gpu_whole.py [--geometry qwen36-35b] [--depth 4096] [--prompts 512,2048] [--container FOLDER]
+    python bench/gpu_whole.py [--geometry qwen36-35b] [--depth 4096] [--prompts 512,2048]
 
 Random weights made in memory; the CPU's logits are the reference, and every logit that is shown as equal was compared
 as bits.  With the experts in host memory the card computes part of a prompt's in passing; how much that gives stands
-beside the CPU alone.  With --container (written by ``coli synth GEOMETRY FOLDER``) loading is timed as a user meets it:
-from the mapped files, with the page cache warm.
+beside the CPU alone.  Loading from files is gpu_load.py's.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", default="512,2048", help="tokens")
     parser.add_argument("--depth", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=128, help="of decode at each depth, in turns")
-    parser.add_argument("--container", type=Path, help="time loading from this folder, too")
     args, devices = begin(parser, argv)
     config = geometry(args.geometry)
     shape = ModelShape.from_config(config)
@@ -155,8 +153,6 @@ def main(argv: list[str] | None = None) -> int:
     engine.program = cpu_program
     engine.close()
     container.close()
-    if args.container:
-        time_loading(args.container)
     return 0
 
 
@@ -191,21 +187,6 @@ def in_host_memory(
         engine.program = cpu_program
         engine.on_thread(placed.close)
     streaming.STREAM_ROWS, stream._THREADS = stream_rows, stream_threads
-
-
-def time_loading(folder: Path) -> None:
-    """`coli.load` from files, twice: the second time the page cache is warm for certain."""
-    import coli
-
-    for what in ("first", "page cache warm"):
-        start = time.perf_counter()
-        with coli.load(folder, place="auto", devices="0") as model:
-            loaded = time.perf_counter() - start
-            session = model.session()
-            session.prefill(list(range(512)))
-            first = time.perf_counter() - start
-            session.close()
-        row(f"load from files, {what}", f"{loaded:.1f} s; with the first token of a 512-token prompt {first:.1f} s", "")
 
 
 if __name__ == "__main__":

@@ -20,16 +20,20 @@ def predict_seen(
 ) -> Prediction:
     """The time of a token of a plan, as the cost model has it.
 
-    chosen : [layer][expert], how often a token chose it.
+    chosen : [layer][expert], how often a token chose it; nothing but zeros where nobody counted, since no device has
+        room for an expert: then one is as likely as another.
     residents : [layer][expert] -> device, -1 for none, at one time or at several: experts change places meanwhile, and
         the mean of the predictions counts.
     position : how far a token looked back.
     """
-    experts = [
-        Expert(min(max(chosen[layer][index], 0.0), 1.0), layer, index)
-        for layer in made.shape.expert_layers
-        for index in range(made.shape.n_experts)
-    ]
+    even = made.shape.topk / made.shape.n_experts if made.shape.n_experts else 0.0
+    experts = []
+    for layer in made.shape.expert_layers:
+        counted = any(chosen[layer])
+        experts += [
+            Expert(min(max(chosen[layer][index], 0.0), 1.0) if counted else even, layer, index)
+            for index in range(made.shape.n_experts)
+        ]
     model = CostModel(made.shape, speeds_of(made.devices, None, probe), experts, position=position)
     found = [
         model.predict(made.device_of, [resident[expert.layer][expert.index] for expert in experts]).us

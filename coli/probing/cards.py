@@ -31,7 +31,7 @@ from coli.engine.span import PlacedSpan
 from coli.placement import CpuSpeeds, ModelShape, SpanSpeed, Speed, Speeds
 from coli.probing.host import bytes_beyond_caches
 from coli.probing.samples import FULL_WIDTH, N_DELTANET, N_LAYERS, Samples, large_matrix, sample_bytes, samples_for
-from coli.probing.timing import MOST_CALLS, ROUNDS, fitted, in_turns, time_us
+from coli.probing.timing import MOST_CALLS, ROUNDS, apart_us, fitted, in_turns, seconds_of, time_us
 from coli.tier.expert_tier import ExpertTier
 from coli.tier.heat import Heat
 from coli.tier.promotion import Promotion
@@ -157,21 +157,26 @@ class _Bench:
         figures of the CPU are.
         """
         others = np.ones(bytes_beyond_caches(), np.uint8)
-        engine = Engine(self.samples, beside=beside, context=2 * MOST_CALLS)
-        programs = engine.program, Program(self.config, {}, self.tier)
-        us: list[list[float]] = [[], []]
+        engine = Engine(self.samples, beside=beside, context=2 * MOST_CALLS + 1)
+        session, alone, cut = engine.session(), engine.program, Program(self.config, {}, self.tier)
+
+        def token_s(program: Program) -> float:
+            beside.on_thread(lambda: self._runner.read([others]))
+            engine.program = program
+            return seconds_of(lambda: session.step(1))
+
         try:
-            for _ in range(ROUNDS):
-                for engine.program, found in zip(programs, us, strict=True):
-                    found.append(step_us(engine, [others]))
+            session.step(1)
+            longer_us = apart_us(lambda: token_s(cut), lambda: token_s(alone))
         finally:
+            session.close()
+            engine.program = alone
             engine.close()
-        alone_us, cut_us = map(statistics.median, us)
         shape = ModelShape.from_config(self.samples.weights.config_dict)
         shared = next(item.bytes for item in shape.components if item.name == "shexp")
         shared_us, here_us = cpu.matrix.us(shared), figures.experts.us(self.top_k * self.slab.slab_bytes)
         on_cpu_us = shared_us + cpu.experts.us(self.top_k * shape.cpu_expert_bytes)
-        return max(0.0, (cut_us - alone_us) / N_LAYERS + on_cpu_us - max(shared_us + figures.host_us, here_us))
+        return max(0.0, longer_us / N_LAYERS + on_cpu_us - max(shared_us + figures.host_us, here_us))
 
     def _product(self, handles: Iterator[Any]) -> Callable[[], None]:
         cols = {id(self.tiny): self.config.hidden_size, id(self.large): self.config.hidden_size}

@@ -4,29 +4,39 @@ Measured with the engine's own step on `samples`, so that a prediction is of the
 plain read; the plain read is measured beside it, as the ruler.  The team is that of an engine which is there already: a
 second one would be more threads than cores, and OpenMP lets all of them sleep then between two regions.
 
-A real model's weights come from memory.  The samples would fit the last cache of a server (300 MB on some), so other
-bytes, several times those caches, are read ahead of every call that reads weights or states.  That drops the program
-too, which a real token finds where the last layer left it: so a call begins with a layer that is not timed.
+A real model's weights come from memory.  Few layers would fit the last cache of a server (300 MB on some), and reading
+other bytes in between drives only part of them out of one that resists scans.  So there are blocks of layers that
+together are several times those caches, and a call takes the next block.
+
+Parts are timed as regions of their own, which they are where a card has the rest; a token of the CPU alone is one
+region.  What whole blocks take in order beyond their parts is a layer's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import cycle
 from typing import Any
 
 import numpy as np
+import psutil
 
 from coli._core import step
 from coli.engine.session import Engine
 from coli.placement import CpuSpeeds, ModelShape, Speed
-from coli.probing.samples import N_DELTANET, N_LAYERS, NARROWEST, Samples
-from coli.probing.timing import MOST_CALLS, fitted, in_turns, time_us
+from coli.probing.samples import N_DELTANET, N_LAYERS, NARROWEST, Samples, widths
+from coli.probing.timing import MOST_CALLS, apart_us, fitted, in_turns, seconds_of
+from coli.threads.topology import Topology
 
 _N_EXPERTS = 16  # of a layer: 8 of them are chosen at random for each pass
 _FEW = 2  # experts of the smaller group
-_OTHERS = 3  # times the last caches' bytes are read in between
+_CACHES = 6  # times what the last caches hold are all samples
+_MOST_BLOCKS = 8
+_OTHERS = 2  # times what they hold are bytes that leave nothing of what was read before
 _FEWEST_BYTES = 64 << 20  # where the machine does not say what its caches hold
 _MOST_BYTES = 2 << 30
+_TURNS_S = 0.2  # all rounds of one call
 _OP = {name: i for i, name in enumerate(step.OPS)}
 
 
@@ -40,7 +50,7 @@ def measure_cpu(beside: Engine, *, divisor: int = 1) -> tuple[CpuSpeeds, float]:
         token_us = _token_us(Engine(narrow, beside=beside, context=2 * MOST_CALLS))
     finally:
         narrow.close()
-    samples = Samples(divisor, _N_EXPERTS)
+    samples = Samples(divisor, _N_EXPERTS, _blocks_beyond_caches(divisor))
     engine = Engine(samples, beside=beside)
     try:
         return engine.on_thread(lambda: _measured(engine, samples, token_us))
@@ -53,118 +63,149 @@ def _token_us(engine: Engine) -> float:
     """What a token takes besides its layers, which are few bytes here.  It finds no cache as it has left it either."""
     runner, others = engine._runner, np.ones(bytes_beyond_caches(), np.uint8)
 
-    def before() -> None:
+    def token_s() -> float:
+        engine.on_thread(lambda: runner.read([others]))
+        return seconds_of(lambda: session.step(1))
+
+    def layers_s() -> float:
+        sequence = step.Sequence(engine._net, 64)
+        runner.begin([(sequence, 1)], np.zeros(1, np.int32), engine._rope.cos, engine._rope.sin)
         runner.read([others])
+        return seconds_of(lambda: runner.run(0, runner.n_ops))
 
     try:
         session = engine.session()
-        token_us = time_us(lambda: session.step(1), before=lambda: engine.on_thread(before))
+        token_us = apart_us(token_s, lambda: engine.on_thread(layers_s), 2 * _TURNS_S)
         session.close()
-
-        def layers_us() -> float:
-            sequence = step.Sequence(engine._net, 64)
-            runner.begin([(sequence, 1)], np.zeros(1, np.int32), engine._rope.cos, engine._rope.sin)
-            return time_us(lambda: runner.run(0, runner.n_ops), before=before)
-
-        return max(0.0, token_us - engine.on_thread(layers_us))
+        return max(0.0, token_us)
     finally:
         engine.close()
 
 
 def _measured(engine: Engine, samples: Samples, token_us: float) -> tuple[CpuSpeeds, float]:
     """On the engine thread, which owns the team."""
-    config, runner = engine.config, engine._runner
+    runner = engine._runner
     sequence = step.Sequence(engine._net, 64)
     engine._rope.reach(1)
     runner.begin([(sequence, 1)], np.zeros(1, np.int32), engine._rope.cos, engine._rope.sin)
     runner.run(0, runner.n_ops)  # fills every buffer, so that no product is one of zeros
-    draw = np.random.default_rng(0)
-    top_k = config.num_experts_per_tok
-    x = draw.standard_normal((1, config.hidden_size)).astype(np.float32)
-    draws = iter([np.sort(draw.permutation(config.num_experts)[:top_k]).astype(np.int32)[None] for _ in range(4096)])
-    first, layers = 0, range(1, N_LAYERS)
-
-    def run(layer: int, *ops: str) -> None:
-        for op in ops:
-            at = layer * step.N_OPS + _OP[op]
-            runner.run(at, at + 1)
-
-    others = np.ones(bytes_beyond_caches(), np.uint8)
-
-    def cold(*ops: str) -> Callable[[], None]:
-        """Ahead of a call: nothing of the samples in a cache, but for what a layer with these operations leaves."""
-
-        def before() -> None:
-            runner.read([others])
-            run(first, *ops)
-
-        return before
-
-    def each(ops: Sequence[str], of: range = layers) -> Callable[[], None]:
-        """Operations of the layers, each a region of its own."""
-        return lambda: [run(layer, *ops) for layer in of]
-
-    def experts(n: int, of: Sequence[int]) -> Callable[[], None]:
-        """n experts in each of some layers, as the host of a card computes them."""
-        external = np.ones((1, top_k), np.uint8)
-        external[0, :n] = 0
-
-        def moe() -> None:
-            for layer in of:
-                runner.moe(layer, x, next(draws), external, False)
-
-        return moe
-
-    def cold_experts(n: int) -> Callable[[], None]:
-        """Ahead of them, as `cold`."""
-        one = experts(n, [first])
-
-        def before() -> None:
-            runner.read([others])
-            one()
-
-        return before
-
-    shape = ModelShape.from_config(samples.weights.config_dict)
-    projections = sum(i.bytes for i in shape.components if i.layer in layers and i.name not in ("shexp", "lmhead"))
-    n, n_states = len(layers), N_DELTANET - 1
-    mixing, small = ("MIX_IN", "MIX_OUT"), ("NORM1", "NORM2", "COMBINE")
     buffers = _projections(samples)
-    calls = {
-        "region": (lambda: runner.run(0, 1), lambda: None),
-        "matrices": (each(mixing), cold(*mixing)),
-        "few": (experts(_FEW, layers), cold_experts(_FEW)),
-        "all": (experts(top_k, layers), cold_experts(top_k)),
-        "states": (each(["MIX_CORE"], range(1, N_DELTANET)), cold("MIX_CORE")),
-        "small": (each(small), cold(*small)),
-        "read": (lambda: runner.read(buffers), lambda: runner.read([others])),
-    }
-    us = in_turns({name: call for name, (call, _) in calls.items()}, 0.2,
-                  before={name: before for name, (_, before) in calls.items()})  # fmt: skip
-    region_us = us["region"]
-    matrix_us = us["matrices"] - 2 * n * region_us
-    few_us, all_us = (max(us[name] - n * region_us, 0.1) for name in ("few", "all"))
-    state_us = us["states"] - n_states * region_us
-    small_us = us["small"] - len(small) * n * region_us
-    read_gb_s = sum(buffer.nbytes for buffer in buffers) / us["read"] / 1e3
+    calls = _Calls(engine, buffers)
+    us = in_turns(
+        {
+            "region": lambda: runner.run(0, 1),
+            "matrices": calls.each("MIX_IN", "MIX_OUT"),
+            "few": calls.experts(_FEW),
+            "all": calls.experts(engine.config.num_experts_per_tok),
+            "states": calls.each("MIX_CORE", of=slice(N_DELTANET)),
+            "read": calls.read(),
+            "whole": calls.whole(),
+        },
+        _TURNS_S,
+        # The states of all blocks would fit a cache.
+        before=defaultdict(lambda: lambda: None, states=lambda: runner.read(buffers)),
+    )
+    block_bytes = sum(buffer.nbytes for buffer in buffers) / len(calls.blocks)
+    shape = ModelShape.from_config(widths(samples.divisor, _N_EXPERTS))
+    return _figures(shape, block_bytes, us, token_us), block_bytes / us["read"] / 1e3
+
+
+class _Calls:
+    """What is timed: calls that take a block of layers each, and the next one the next time.
+
+    buffers : the bytes of the projections, block after block.
+    """
+
+    def __init__(self, engine: Engine, buffers: list[Any]) -> None:
+        config, self._runner = engine.config, engine._runner
+        draw = np.random.default_rng(0)
+        self._x = draw.standard_normal((1, config.hidden_size)).astype(np.float32)
+        self._order = draw.permutation(config.num_experts).astype(np.int32)
+        self._top_k = config.num_experts_per_tok
+        self.blocks = [range(at, at + N_LAYERS) for at in range(0, config.num_hidden_layers, N_LAYERS)]
+        n = len(buffers) // len(self.blocks)
+        self._buffers = [buffers[at : at + n] for at in range(0, len(buffers), n)]
+
+    def each(self, *ops: str, of: slice = slice(None)) -> Callable[[], None]:
+        """Operations of the layers, each a region of its own."""
+        turn = cycle(self.blocks)
+
+        def call() -> None:
+            for layer in next(turn)[of]:
+                for op in ops:
+                    at = layer * step.N_OPS + _OP[op]
+                    self._runner.run(at, at + 1)
+
+        return call
+
+    def experts(self, n: int) -> Callable[[], None]:
+        """n experts in each layer, others each time, as the host of a card computes them."""
+        external = np.ones((1, self._top_k), np.uint8)
+        external[0, :n] = 0
+        firsts = range(0, len(self._order), n)
+        chosen = [np.roll(self._order, -first)[None, : self._top_k].copy() for first in firsts]
+        turn = cycle([(of, block) for of in chosen for block in self.blocks])
+
+        def call() -> None:
+            of, block = next(turn)
+            for layer in block:
+                self._runner.moe(layer, self._x, of, external, False)
+
+        return call
+
+    def read(self) -> Callable[[], int]:
+        """The plain read of the projections."""
+        turn = cycle(self._buffers)
+        return lambda: self._runner.read(next(turn))
+
+    def whole(self) -> Callable[[], None]:
+        """All operations in order, in one region."""
+        turn = cycle(self.blocks)
+
+        def call() -> None:
+            block = next(turn)
+            self._runner.run(block.start * step.N_OPS, block.stop * step.N_OPS)
+
+        return call
+
+
+def _figures(shape: ModelShape, block_bytes: float, us: Mapping[str, float], token_us: float) -> CpuSpeeds:
+    """From what the calls took.   shape : of one block.   block_bytes : of its projections."""
+    region_us, read_gb_s = us["region"], block_bytes / us["read"] / 1e3
     # No product beats the ruler by more than the caches' worth; nor does the state, of which a real model has too much.
-    matrix = Speed(_gb_s(projections, matrix_us, 2 * read_gb_s))
-    of_one = n * shape.expert_bytes
-    group_gb_s, group_us = fitted((_FEW * of_one, few_us), (top_k * of_one, all_us))
-    group = Speed(min(group_gb_s, 2 * read_gb_s), group_us / n)
-    state_gb_s = _gb_s(2 * shape.state_bytes * n_states / N_DELTANET, state_us, read_gb_s)
-    layer_us = max(0.0, small_us / n - matrix.transfer_us(shape.rest_bytes / N_LAYERS))
-    return CpuSpeeds(matrix, group, region_us, layer_us, state_gb_s, token_us), read_gb_s
+    matrix = Speed(_gb_s(block_bytes, us["matrices"] - 2 * N_LAYERS * region_us, 2 * read_gb_s))
+    few_us, all_us = (max(us[name] - N_LAYERS * region_us, 0.1) for name in ("few", "all"))
+    of_one = N_LAYERS * shape.cpu_expert_bytes
+    group_gb_s, group_us = fitted((_FEW * of_one, few_us), (shape.topk * of_one, all_us))
+    group = Speed(min(group_gb_s, 2 * read_gb_s), group_us / N_LAYERS)
+    state_bytes = 2 * shape.state_bytes
+    state_gb_s = _gb_s(state_bytes, us["states"] - N_DELTANET * region_us, read_gb_s)
+
+    shared_bytes = sum(item.bytes for item in shape.components if item.name == "shexp")
+    parts_us = matrix.transfer_us(block_bytes + shared_bytes + shape.rest_bytes) + state_bytes / state_gb_s / 1e3
+    parts_us += N_LAYERS * group.us(shape.topk * shape.cpu_expert_bytes)
+    layer_us = max(0.0, us["whole"] - parts_us) / N_LAYERS
+    return CpuSpeeds(matrix, group, region_us, layer_us, state_gb_s, token_us)
+
+
+def _blocks_beyond_caches(divisor: int) -> int:
+    """Blocks of layers that together hold several times what the caches do, as far as there is memory for them."""
+    block = ModelShape.from_config(widths(divisor, _N_EXPERTS))
+    block_bytes = block.trunk_bytes + block.expert_count * block.expert_bytes
+    room_bytes = min(_MOST_BYTES, psutil.virtual_memory().available // 8)
+    wanted = -(-_CACHES * _machine().last_caches_bytes // block_bytes)
+    return int(max(1, min(wanted, room_bytes // block_bytes, _MOST_BLOCKS)))
 
 
 def bytes_beyond_caches() -> int:
-    """Bytes that leave nothing of what was read before them in the caches of the last level."""
+    """Bytes that leave little of what was read before them in the caches of the last level."""
+    return min(max(_OTHERS * _machine().last_caches_bytes, _FEWEST_BYTES), _MOST_BYTES)
+
+
+def _machine() -> Topology:
     from coli.threads.limits import local_machine
 
-    caches = [cache for cache in local_machine()[0].caches if cache.kind != "Instruction"]
-    last = max((cache.level for cache in caches), default=0)
-    held = sum(cache.size_bytes for cache in caches if cache.level == last)
-    return min(max(_OTHERS * held, _FEWEST_BYTES), _MOST_BYTES)
+    return local_machine()[0]
 
 
 def _gb_s(n_bytes: float, us: float, most_gb_s: float) -> float:

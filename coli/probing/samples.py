@@ -14,7 +14,7 @@ import numpy as np
 from coli.container.reader import Matrix, Slabs
 from coli.convert.synthetic import Synthetic, SyntheticContainer, geometry
 
-N_LAYERS = 6  # DeltaNet, then attention
+N_LAYERS = 6  # of a block: DeltaNet, then attention
 N_DELTANET = 4
 FULL_WIDTH = 2048  # hidden_size
 _WIDTHS = (1, 2, 4, 8)  # divisors of the widths of the real model, whose own is the best ruler
@@ -22,22 +22,23 @@ NARROWEST = _WIDTHS[-1]
 _VOCAB = 256
 
 
-def widths(divisor: int, n_experts: int) -> dict[str, Any]:
+def widths(divisor: int, n_experts: int, n_blocks: int = 1) -> dict[str, Any]:
     """A config.json with the widths divided; every token chooses 8 experts."""
     whole = geometry("qwen36-35b")
-    kinds = ["linear_attention"] * N_DELTANET + ["full_attention"] * (N_LAYERS - N_DELTANET)
+    kinds = n_blocks * (["linear_attention"] * N_DELTANET + ["full_attention"] * (N_LAYERS - N_DELTANET))
     narrow = ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "num_attention_heads",
               "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
     return whole | {name: whole[name] // divisor for name in narrow} | {
-        "num_hidden_layers": N_LAYERS, "layer_types": kinds, "vocab_size": _VOCAB, "num_experts": n_experts,
+        "num_hidden_layers": len(kinds), "layer_types": kinds, "vocab_size": _VOCAB, "num_experts": n_experts,
     }  # fmt: skip
 
 
 class Samples(SyntheticContainer):
     """A container in memory whose layers of a kind hold the same numbers, in memory of their own."""
 
-    def __init__(self, divisor: int = 1, n_experts: int = 8) -> None:
-        super().__init__(Synthetic(widths(divisor, n_experts)))
+    def __init__(self, divisor: int = 1, n_experts: int = 8, n_blocks: int = 1) -> None:
+        super().__init__(Synthetic(widths(divisor, n_experts, n_blocks)))
+        self.divisor = divisor
 
     def matrix(self, name: str) -> Matrix:
         """A matrix of the trunk, or a row-major one."""

@@ -19,7 +19,7 @@ from coli.errors import PlacementError
 from coli.log import logger
 from coli.placement import CpuSpeeds, Speeds, speeds_from_dict
 
-VERSION = 3  # of what the figures mean
+VERSION = 4  # of what the figures mean
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)  # of a file that is no record of figures
 

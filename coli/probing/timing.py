@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _BUDGET_S = 0.04
+_PAIRS_S = 0.2
 _FEWEST = 5
 MOST_CALLS = 50
 ROUNDS = 3
@@ -58,6 +59,32 @@ def time_us(
         call()
         seconds.append(time.perf_counter() - start)
     return 1e6 * statistics.median(seconds)
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """What one call takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def apart_us(longer: Callable[[], float], shorter: Callable[[], float], budget_s: float = _PAIRS_S) -> float:
+    """Microseconds that one call takes beyond another.
+
+    A small difference of two long calls drowns in what a machine does from one window to the next.  So the two are
+    called by turns, the shorter one first and last of four, which takes out a drift; the median of all fours counts.
+    No call is made more than MOST_CALLS times.
+
+    longer, shorter : make one call and return its seconds, as `seconds_of` does.
+    """
+    longer(), shorter()
+    apart_s: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(apart_s) < _FEWEST or (len(apart_s) < MOST_CALLS // 2 - 1 and time.perf_counter() < end):
+        first = shorter()
+        both = longer() + longer()
+        apart_s.append((both - first - shorter()) / 2)
+    return 1e6 * statistics.median(apart_s)
 
 
 def fitted(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:

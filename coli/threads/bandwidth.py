@@ -23,9 +23,7 @@ _SMALLEST_BYTES = 512 << 20
 
 def buffer_bytes(topology: Topology, available_bytes: int) -> int:
     """Four times all last-level caches, at least 512 MiB, at most an eighth of the memory that is free."""
-    last = max((cache.level for cache in topology.caches), default=0)
-    caches_bytes = sum(cache.size_bytes for cache in topology.caches if cache.level == last)
-    return min(max(4 * caches_bytes, _SMALLEST_BYTES), max(available_bytes // 8, 1 << 20))
+    return min(max(4 * topology.last_caches_bytes, _SMALLEST_BYTES), max(available_bytes // 8, 1 << 20))
 
 
 def read_gb_s(topology: Topology, cpus: Sequence[int], n_threads: int | None = None) -> float:

@@ -94,6 +94,13 @@ class Topology:
         """The numbers of all logical CPUs."""
         return tuple(cpu.index for cpu in self.cpus)
 
+    @property
+    def last_caches_bytes(self) -> int:
+        """What all caches of the last level hold; 0 where the machine does not say."""
+        caches = [cache for cache in self.caches if cache.kind != "Instruction"]
+        last = max((cache.level for cache in caches), default=0)
+        return sum(cache.size_bytes for cache in caches if cache.level == last)
+
     def nodes_of(self, cpus: Iterable[int]) -> tuple[int, ...]:
         """The NUMA nodes on which ``cpus`` lie."""
         known = self.by_index()

@@ -123,3 +123,19 @@ def test_round_that_was_disturbed_does_not_count(monkeypatch):
     found = timing.in_turns({"short": takes(10.0), "long": takes(400.0)})
     assert {"short": 10.0, "long": 400.0} == pytest.approx(found)
     assert clock.calls <= 2 * timing.MOST_CALLS
+
+
+def test_drift_is_no_difference(monkeypatch):
+    """A machine that gets slower all the time: windows would differ by what it lost, calls that follow one another do not."""
+    clock = SimpleNamespace(now=0.0, calls=0)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def takes(us):
+        def call():
+            clock.calls += 1
+            clock.now += (us + 20 * clock.calls) * 1e-6
+
+        return lambda: timing.seconds_of(call)
+
+    assert timing.apart_us(takes(1030.0), takes(1000.0)) == pytest.approx(30.0, abs=0.01)
+    assert clock.calls <= 2 * timing.MOST_CALLS
