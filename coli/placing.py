@@ -26,7 +26,8 @@ from coli.engine.mixing import final_norm, layer_spec, matrix_spec, mixer_spec
 from coli.engine.program import Program
 from coli.engine.span import PlacedSpan
 from coli.engine.worker import Cancelled
-from coli.errors import PlacementError
+from coli.errors import ColiError, PlacementError
+from coli.files import cache_dir
 from coli.log import logger
 from coli.placement import (
     CpuFacts,
@@ -226,8 +227,6 @@ def _figures(engine: Engine, devices: Sequence[Device], place: str) -> Probe | N
 
 def _heat_file(container: Container, heat: str | Path | None, has_devices: bool) -> HeatFile | None:
     """The heat file: named by hand, by the environment, or this model's own in the cache (only beside a device)."""
-    from coli.convert.resolve import cache_dir
-
     config = container.config
     model = hashlib.sha256(json.dumps(container.manifest.to_dict()["files"], sort_keys=True).encode()).hexdigest()[:16]
     shape = HeatShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok, model)
@@ -236,11 +235,14 @@ def _heat_file(container: Container, heat: str | Path | None, has_devices: bool)
         return HeatFile(chosen.value, shape, by_hand=heat is not None)
     if not has_devices:
         return None
-    folder = cache_dir() / "heat"
     try:
+        folder = cache_dir() / "heat"
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         logger("tier").warning("%s: cannot be made (%s); heat is not kept", folder, error.strerror)
+        return None
+    except ColiError as error:
+        logger("tier").warning("%s; heat is not kept", error)
         return None
     return HeatFile(folder / f"{model}.json", shape, by_hand=False)
 

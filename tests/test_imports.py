@@ -17,6 +17,7 @@ PACKAGE = ROOT / "coli"
 LEVEL = {
     "errors": 0,
     "_core": 1,
+    "files": 1,
     "log": 1,
     "settings": 1,
     "config": 2,

@@ -11,15 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coli.cli import common
 from coli.errors import ColiError, ModelError, RequestError
+from coli.files import replace_file
 from coli.log import logger
 
 if TYPE_CHECKING:
@@ -275,15 +274,7 @@ def save_messages(path: Path, messages: list[dict[str, Any]]) -> None:
     """Write a conversation as JSON, whole or not at all."""
     text = json.dumps({"format": _FORMAT, "version": _VERSION, "messages": messages}, ensure_ascii=False, indent=1)
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            try:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        replace_file(path, (text + "\n").encode())
     except OSError as error:
         raise RequestError(f"{path}: cannot be written ({error.strerror})") from None
 

@@ -33,6 +33,7 @@ from coli.container.manifest import MANIFEST_NAME, Manifest
 from coli.container.reader import JOURNAL_NAME, Container
 from coli.container.verify import for_each_file, read_back
 from coli.errors import ModelError
+from coli.files import replace_file, sync
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -145,9 +146,11 @@ def write_container(
                  extra_files.items()}  # fmt: skip
         made = replace(finish(manifest), files=files | {name: {"bytes": size} for name, size in work.sizes.items()})
         made = replace(made, files=files | work.read_back(made, journal.digests, progress))
-        write_file(partial / MANIFEST_NAME, json.dumps(made.to_dict(), indent=1).encode() + b"\n")
+        manifest_path = partial / MANIFEST_NAME
+        data = json.dumps(made.to_dict(), indent=1).encode() + b"\n"
+        replace_file(manifest_path, data, manifest_path.with_name(MANIFEST_NAME + ".tmp"))
         os.rename(partial, dst)
-        _sync_folder(dst.parent)
+        sync(dst.parent)
         (dst / JOURNAL_NAME).unlink()
     except OSError as error:
         where = error.filename or partial
@@ -167,26 +170,6 @@ def write_container(
         journal.close()
         work.close()
     return Written(dst, sum(work.sizes.values()), work.n_pieces, resumed)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file so that it has its old content or its new one, whatever happens."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make renames in a folder durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _in_file_order(tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
@@ -237,7 +220,7 @@ class _Work:
                     raise
             finally:
                 os.close(fd)
-        _sync_folder(self.partial)
+        sync(self.partial)
 
     def check(self) -> None:
         """That what an earlier run left has the files that this one would have made."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from coli.container.reader import JOURNAL_NAME
 from coli.container.writer import PARTIAL_SUFFIX
 from coli.convert.gguf_file import SUFFIX, first_part, is_gguf
 from coli.errors import ModelError
+from coli.files import cache_dir
 from coli.log import logger
 
 DEMO = "demo"
@@ -98,12 +98,6 @@ def download(repository: str) -> Path:
     except Exception as error:  # its transports raise types of many packages; each ends as one line here
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{repository}: no such folder, and the Hugging Face hub gave no model: {reason}") from None
-
-
-def cache_dir() -> Path:
-    """Where converted checkpoints are kept: ``$XDG_CACHE_HOME/coli``, or ``~/.cache/coli``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "coli"
 
 
 def convert_cached(src: str | Path) -> Path:

@@ -21,9 +21,10 @@ from coli.container.layout import matrix_layout, slab_layout
 from coli.container.manifest import Manifest
 from coli.container.reader import experts_field
 from coli.container.schema import EXPERT_SLABS, MATRIX, PLAIN, Entry, entries
-from coli.container.writer import PARTIAL_SUFFIX, Piece, TensorPlan, check_destination, write_container, write_file
+from coli.container.writer import PARTIAL_SUFFIX, Piece, TensorPlan, check_destination, write_container
 from coli.convert.synthetic import EMBED_ROWS, Synthetic, bf16_to_float32, float32_to_bf16
 from coli.errors import ModelError
+from coli.files import replace_file, sync
 
 Progress = Callable[[int], None]
 
@@ -135,8 +136,8 @@ def write_hf(weights: Synthetic, out: str | Path, *, progress: Progress = _quiet
                 stream.flush()
                 os.fsync(stream.fileno())
         weight_map = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-        write_file(folder / "model.safetensors.index.json", weight_map.encode() + b"\n")
-        write_file(folder / "config.json", json.dumps(weights.config_dict, indent=1).encode() + b"\n")
+        replace_file(folder / "model.safetensors.index.json", weight_map.encode() + b"\n")
+        replace_file(folder / "config.json", json.dumps(weights.config_dict, indent=1).encode() + b"\n")
     return total
 
 
@@ -152,23 +153,14 @@ def _beside(out: Path) -> Iterator[Path]:
     try:
         try:
             yield partial
-            _sync(partial)
+            sync(partial)
             os.replace(partial, out)
-            _sync(out.parent)
+            sync(out.parent)
         except BaseException:
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from None
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _normal(weights: Synthetic, name: str, rows: int, cols: int) -> Iterator[np.ndarray]:

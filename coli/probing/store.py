@@ -9,13 +9,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from coli.errors import PlacementError
+from coli.errors import ColiError, PlacementError
+from coli.files import cache_dir, replace_file
 from coli.log import logger
 from coli.placement import CpuSpeeds, Speeds, speeds_from_dict
 
@@ -29,9 +28,8 @@ _log = logger("probe")
 
 
 def folder() -> Path:
-    """``coli/probe`` in XDG_CACHE_HOME, or in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "coli" / "probe"
+    """Where figures are kept.  Raises ColiError where there is no such place: they are measured each time then."""
+    return cache_dir() / "probe"
 
 
 def path_of(subject: Subject) -> Path:
@@ -42,7 +40,10 @@ def path_of(subject: Subject) -> Path:
 
 def load(subject: Subject) -> Speeds | CpuSpeeds | None:
     """What was measured of it before, if anything."""
-    path = path_of(subject)
+    try:
+        path = path_of(subject)
+    except ColiError:
+        return None
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields["version"] != VERSION:
@@ -69,28 +70,24 @@ def _names(figures: Any) -> Any:
 
 def save(subject: Subject, figures: Speeds | CpuSpeeds) -> None:
     """Keep figures; a reader sees the old file or the new one.  Where nothing can be written that is one warning."""
-    path = path_of(subject)
     fields = {"version": VERSION, "of": subject, "figures": asdict(figures), "date": datetime.date.today().isoformat()}
-    partial = None
     try:
+        path = path_of(subject)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".partial", delete=False, encoding="utf-8"
-        ) as file:
-            partial = Path(file.name)
-            json.dump(fields, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        replace_file(path, json.dumps(fields, indent=1).encode())
+    except ColiError as error:
+        _log.warning("%s; what was measured is not kept", error)
     except OSError as error:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
         _log.warning("%s: cannot be written (%s); measured again next time", path, error.strerror)
 
 
 def forget(machine: str) -> None:
     """Remove what was measured of this machine's CPU, whatever the team, and of all cards."""
-    for path in folder().glob("*.json"):
+    try:
+        kept = list(folder().glob("*.json"))
+    except ColiError:
+        return
+    for path in kept:
         try:
             subject = json.loads(path.read_text(encoding="utf-8"))["of"]
             if subject["kind"] == "cpu" and subject["machine"] != machine:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from coli.errors import ColiError
+from coli.files import cache_dir, replace_file
 from coli.log import logger
 from coli.threads.binding import choose_cpus
 from coli.threads.limits import Limits
@@ -214,9 +213,8 @@ def geometry_key(config: Any, formats: Sequence[str] = ()) -> str:
 
 
 def profile_folder() -> Path:
-    """Where profiles are kept: ``coli/threads`` in XDG_CACHE_HOME, or in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "coli" / "threads"
+    """Where profiles are kept."""
+    return cache_dir() / "threads"
 
 
 def save_profile(profile: Profile, folder: Path | None = None) -> Path:
@@ -225,11 +223,7 @@ def save_profile(profile: Profile, folder: Path | None = None) -> Path:
     path = folder / f"{profile.machine}-{profile.geometry}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".partial", delete=False, encoding="utf-8") as file:
-            json.dump(asdict(profile), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, path)
+        replace_file(path, json.dumps(asdict(profile), indent=1).encode())
     except OSError as error:
         raise ColiError(
             f"{path}: the profile cannot be written ({error.strerror}); set XDG_CACHE_HOME to a writable folder"

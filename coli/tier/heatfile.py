@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from coli.errors import RequestError
+from coli.files import replace_file
 from coli.log import logger
 
 FORMAT = "coli heat"
@@ -104,7 +105,8 @@ class HeatFile:
                 tokens = counts.sum(axis=1).max() / self.shape.top_k
                 if tokens > HISTORY_TOKENS:
                     counts = counts * (HISTORY_TOKENS / tokens)
-                _replace(self.path, format_heat(counts, self.shape))
+                data = format_heat(counts, self.shape)
+                replace_file(self.path, data, self.path.with_name(f".{self.path.name}.tmp"))
         except OSError as error:
             reason = error.strerror or error
             raise RequestError(f"heat {self.path}: cannot be written: {reason}", param="heat") from None
@@ -209,24 +211,3 @@ def _locked(lock_path: Path, path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)  # gives the lock back
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all.  The caller holds the lock, so the temporary name is nobody else's."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            if path.exists():
-                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)

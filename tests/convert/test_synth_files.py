@@ -95,7 +95,7 @@ def test_disk_error_is_one_line_that_names_the_destination(write, tmp_path, monk
     def full(path: Path) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(synth_files, "_sync", full)
+    monkeypatch.setattr(synth_files, "sync", full)
     with pytest.raises(ModelError, match="out: cannot be written: No space left on device"):
         write(Synthetic(SMALL), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

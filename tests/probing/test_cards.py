@@ -62,7 +62,7 @@ def test_card_of_told_figures_gives_them_back(monkeypatch, told):
     # The team takes no time on this clock: what a group takes is the host's, and a cut what the CPU was to take.
     config = samples_for(TimedCard().free_bytes() // 2).weights.config_dict
     shape = ModelShape.from_config(config)
-    (gb_s, latency_us), one_us = told["experts"], shape.expert_bytes / told["experts"][0] / 1e3
+    (_, latency_us), one_us = told["experts"], shape.expert_bytes / told["experts"][0] / 1e3
     assert latency_us + one_us == pytest.approx(figures.host_us, rel=1e-3)
     shared_us = next(item.bytes for item in shape.components if item.name == "shexp") / 1e3
     here_us = latency_us + shape.topk * one_us

@@ -7,13 +7,14 @@ or another card compiles anew and nothing stale is ever loaded.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from coli.devices.base import DeviceError
+from coli.errors import ColiError
+from coli.files import cache_dir
 from coli.log import logger
 
 FILES = (
@@ -35,8 +36,7 @@ def source() -> str:
 
 def cache_folder() -> Path:
     """Where cubins are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "coli" / "cuda"
+    return cache_dir() / "cuda"
 
 
 def compile_cubin(arch: str, text: str | None = None) -> bytes:
@@ -65,6 +65,6 @@ def _cache() -> Any:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         return FileStreamProgramCache(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except (OSError, ColiError) as error:
         logger("cuda").debug("compiled kernels are not kept: %s", error)
         return None
