@@ -7,6 +7,8 @@
     mixer.py     a whole DeltaNet or attention layer with its state
     span.py      a run of whole layers: handles, seats, graphs; spanplan.py: its kernels; spanrun.py: a batch in it
     workspace.py what the spans of a card share; mailbox.py: the pinned memory where card and host meet
+    stream.py    experts in passing; segments.py: slots that come and go
+    ruler.py     what a card reads in a second, and a round trip
     upload.py    container bytes into the arena through pinned buffers
     arena.py     what lies where in the one allocation
     context.py   a card's context, its allocations, kernels and graphs; driver codes become DeviceErrors

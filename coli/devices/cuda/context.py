@@ -156,6 +156,7 @@ class Context:
         self._allocated: set[int] = set()
         self._pinned: set[int] = set()
         self._streams: list[Any] = []
+        self._events: list[Any] = []
         self._functions: dict[str, Any] = {}
         self._module: Any = None
         self._packers: dict[str, Packer] = {}
@@ -288,11 +289,14 @@ class Context:
     def event(self) -> Any:
         """A new event, freed by the caller with `free_event`."""
         flags = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        return self.check(self._driver.cuEventCreate(flags), "make an event")
+        event = self.check(self._driver.cuEventCreate(flags), "make an event")
+        self._events.append(event)
+        return event
 
     def free_event(self, event: Any) -> None:
         """Give an event back."""
-        if self.lost is None:
+        if event in self._events and self.lost is None:
+            self._events.remove(event)
             self.check(self._driver.cuEventDestroy(event), "free an event")
 
     def record(self, event: Any, stream: Any) -> None:
@@ -375,6 +379,8 @@ class Context:
             driver.cuMemFree(address)
         for address in self._pinned:
             driver.cuMemFreeHost(address)
+        for event in self._events:
+            driver.cuEventDestroy(event)
         for stream in self._streams:
             driver.cuStreamDestroy(stream)
         if self._module is not None:
@@ -383,6 +389,7 @@ class Context:
         driver.cuDevicePrimaryCtxRelease(self._device)
         self._allocated.clear()
         self._pinned.clear()
+        self._events.clear()
         self._streams.clear()
         self.handle = None
 

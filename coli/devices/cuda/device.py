@@ -9,10 +9,11 @@ Knows no model, no heat, no placement.  Imports of CUDA are in context.py and pr
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -36,6 +37,7 @@ from coli.devices.cuda.context import Context
 from coli.devices.cuda.lane import Lane
 from coli.devices.cuda.mixer import Mixer, MixerState
 from coli.devices.cuda.probe import Card, nvml_free_bytes
+from coli.devices.cuda.ruler import measure
 from coli.devices.cuda.segments import SEGMENT_BYTES, SlotMemory
 from coli.devices.cuda.span import CudaSpan
 from coli.devices.cuda.spanplan import Head, Layer
@@ -54,8 +56,6 @@ _DENSE, _EXPERTS = 0, 1
 _GRAPH_TOKENS = 8  # batches up to this size get a graph each; a larger one is long against its launches
 _GRAPH_JOBS = 16
 _ANSWER_BYTES = 32 << 20  # pinned memory that the answer of one pass may take
-_MEASURE_BYTES = 256 << 20  # beyond every card's L2 cache
-_MEASURE_CALLS = 50
 
 
 @dataclass(eq=False)
@@ -149,44 +149,11 @@ class CudaDevice:
     def _measured(self) -> tuple[float | None, float | None]:
         if self._speed is None:
             try:
-                self._speed = self._measure()
+                self._speed = measure(self._opened())
             except DeviceError as error:
                 logger("cuda").info("%s was not measured: %s", self.name, error)
                 self._speed = None, None
         return self._speed
-
-    def _measure(self) -> tuple[float, float]:
-        """Read bandwidth from a buffer beyond the caches, and the round trip of an empty graph."""
-        import time
-
-        context = self._opened()
-        at = context.alloc(_MEASURE_BYTES, "measuring")
-        lane = Lane(context, "measuring", (at, _MEASURE_BYTES))
-        try:
-            lane.reserve(64, 64)
-            context.zero(at, _MEASURE_BYTES)
-            blocks = 4 * context.multiprocessors
-
-            def read() -> None:
-                context.launch("read_all", "", (blocks, 1), 512, 0, lane.stream, at, _MEASURE_BYTES // 16, at)
-                lane.raise_flag()
-
-            seconds = {}
-            nothing, answer = np.empty((0, 1), np.float32), np.empty((0, 1), np.float32)
-            for body in (read, lane.raise_flag):
-                graph = context.capture(lane.stream, body)
-                best = float("inf")
-                for _ in range(_MEASURE_CALLS):
-                    start = time.perf_counter()
-                    lane.call(nothing, 1, int(graph), answer)
-                    best = min(best, time.perf_counter() - start)
-                context.free_graph(graph)
-                seconds[body] = best
-            latency_s = seconds[lane.raise_flag]
-            return _MEASURE_BYTES / (seconds[read] - latency_s) / 1e9, latency_s * 1e6
-        finally:
-            lane.close()
-            context.free(at)
 
     # ---- opening and closing -----------------------------------------------------------------------------
 
@@ -233,37 +200,37 @@ class CudaDevice:
             raise
 
     def _give_back(self) -> None:
-        """Free the arena and all that hangs on it; the context stays."""
+        """Free the arena and all that hangs on it; the context stays.
+
+        Everything is tried, in the order that is written here.  Raises the DeviceError of the last call that failed.
+        """
         context = self._context
-        streamer, self._streamer = self._streamer, None
-        if streamer is not None:
-            streamer.close()
-        if context is not None and context.lost is None:
-            context.set_current()
-            if self._workspace is not None:
-                self._workspace.close()
-            for span in self._spans:
-                span.close()
-            graphs = [g for _, g, _ in self._expert_graphs.values()]
-            graphs += [g for resident in self._residents for _, g, _ in resident.graphs.values()]
-            for lane in self._lanes:
-                context.synchronize(lane.stream)
-            for graph in graphs:
-                context.free_graph(graph)
-            for state in list(self._states):
-                state.close()
-            for uploader in (self._uploader, self._slot_uploader):
-                if uploader is not None:
-                    uploader.finish()
-                    uploader.close()
-            for lane in self._lanes:
-                lane.close()
-            for address in self._beside:
-                context.free(address)
-            if self._arena is not None:
-                context.free(self._arena.address)
-            if self._slot_memory is not None:
-                self._slot_memory.close()
+        if context is None or context.lost is not None:
+            if self._streamer is not None:
+                self._streamer.close()  # its threads end; nothing is asked of the card
+            self._let_go()
+            return
+        context.set_current()
+        uploaders = [one for one in (self._uploader, self._slot_uploader) if one is not None]
+        graphs = [graph for _, graph, _ in self._expert_graphs.values()]
+        graphs += [graph for resident in self._residents for _, graph, _ in resident.graphs.values()]
+        beside = [*self._beside, *([] if self._arena is None else [self._arena.address])]
+        steps = [
+            *(part.close for part in (self._streamer, self._workspace, *self._spans) if part is not None),
+            *(partial(context.synchronize, lane.stream) for lane in self._lanes),
+            *(partial(context.free_graph, graph) for graph in graphs),
+            *(state.close for state in list(self._states)),
+            *(step for one in uploaders for step in (one.finish, one.close)),
+            *(lane.close for lane in self._lanes),
+            *(partial(context.free, address) for address in beside),
+            *([] if self._slot_memory is None else [self._slot_memory.close]),
+            self._let_go,
+        ]
+        with contextlib.ExitStack() as closing:
+            for step in reversed(steps):
+                closing.callback(step)
+
+    def _let_go(self) -> None:
         for resident in self._residents:
             resident.graphs.clear()
         self._forget()
@@ -279,7 +246,6 @@ class CudaDevice:
         if self._context.lost is None:
             self._context.close()
             self._context = None
-        self._forget()
 
     # ---- residents ---------------------------------------------------------------------------------------
 

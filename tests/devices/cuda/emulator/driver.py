@@ -273,7 +273,7 @@ def emulated(cards=(CARD,), source: str | None = None, **options: Any) -> Iterat
     AssertionError at the end where a kernel did something wrong and nobody has looked at ``complaint``.
     """
     from coli.devices.cuda import compile as compiling
-    from coli.devices.cuda import context, device
+    from coli.devices.cuda import context, ruler
     from coli.placement import SpanSpeed, Speed, Speeds
     from coli.probing import cards as probing
 
@@ -289,7 +289,7 @@ def emulated(cards=(CARD,), source: str | None = None, **options: Any) -> Iterat
         patch.setattr(compiling, "compile_cubin", compile_cubin)
         patch.setattr(context, "compile_cubin", compile_cubin)
         # its own figures would take long and mean nothing; with these "auto" gives it all that fits
-        patch.setattr(device, "_MEASURE_BYTES", 1 << 20)
+        patch.setattr(ruler, "_BYTES", 1 << 20)
         patch.setattr(probing, "measure_card", lambda device, beside, cpu: (fast, 1.0, 0.0))
         yield driver
         assert driver.was_asked or driver.complaint == "", driver.complaint
