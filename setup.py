@@ -17,6 +17,12 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+# pip runs this file without its folder on the path; the settings need nothing that is built here.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from coli import settings  # noqa: E402
+from coli.errors import ColiError  # noqa: E402
+
 # -ffp-contract=off is the contract's first rule (no fused multiply-add) and must be on every source;
 # -fno-math-errno lets sqrtf become one instruction without changing its result.
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
@@ -60,7 +66,7 @@ class BuildExt(build_ext):
     """The compiler is known only here, so flags are chosen here."""
 
     def build_extensions(self):
-        found = None if os.environ.get("COLI_NO_OPENMP") else probe_openmp(self.compiler)
+        found = None if settings.get("no_openmp") else probe_openmp(self.compiler)
         if found is None:
             print(
                 "coli: this compiler cannot build and run an OpenMP program; building the serial CPU path "
@@ -95,7 +101,10 @@ extensions = [
     extension("routing"),
 ]
 # Threads only help where there is more than one source to compile.
-jobs = int(os.environ.get("COLI_BUILD_JOBS", os.cpu_count() or 1))
+try:
+    jobs = settings.get("build_jobs") or os.cpu_count() or 1
+except ColiError as error:
+    sys.exit(f"coli: {error}")
 setup(
     ext_modules=cythonize(
         extensions,

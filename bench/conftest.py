@@ -24,7 +24,6 @@ def run_bench(benchmark):
     def run(bench, rounds: int = 7) -> None:
         row = bench.measure(rounds)
         benchmark.extra_info.update(row.to_dict())
-        call = bench.engine._thread.call
-        benchmark.pedantic(lambda: call(lambda job: bench.run()), rounds=rounds, warmup_rounds=1)
+        benchmark.pedantic(lambda: bench.engine.on_thread(bench.run), rounds=rounds, warmup_rounds=1)
 
     return run

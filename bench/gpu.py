@@ -1,4 +1,4 @@
-"""Times and checks the CUDA device: the tables of docs/benchmarks.md, section "GPU".
+"""Times and checks the CUDA device: the tables of docs/benchmarks-gpu.md.
 
     python bench/gpu.py [kernels] [hops] [functions] [failures] [decode] [exchange] [whole]
     python bench/gpu.py --cards 2
@@ -11,6 +11,8 @@ decode     gpu_decode.py: off against auto with the memory of several cards
 exchange   gpu_exchange.py: what experts that change places cost the decode
 whole      gpu_whole.py: the whole model on the card, prompts and depth
 --cards 2  gpu_cards.py: every split of a model over two cards
+
+gpu_load.py times loading from files; it takes a folder, so it is run by itself.
 
 Needs a card.  Products and expert groups are compared with the CPU's bits before they are timed; a line that differs
 says WRONG.  Consecutive products overlap as they do in a graph of the device (programmatic dependent launch).
@@ -49,6 +51,7 @@ from devices.cuda.support import (  # noqa: E402
     slab_bytes,
     slab_spec,
 )  # fmt: skip
+from gpu_decode import MIB, row  # noqa: E402
 
 from coli._core import kernels  # noqa: E402
 from coli.container.layout import matrix_layout, slab_layout  # noqa: E402
@@ -57,7 +60,6 @@ from coli.devices.cuda import plan, probe  # noqa: E402
 from coli.devices.cuda.context import Context  # noqa: E402
 from coli.devices.cuda.mixer import MixerSpec  # noqa: E402
 
-MIB = 1 << 20
 ROTATE_BYTES = 400 * MIB  # several times the largest L2 cache
 HIDDEN, EXPERT = 2048, 512  # Qwen3.6-35B-A3B
 MATRICES = {
@@ -68,11 +70,6 @@ MATRICES = {
     "int4 12288x2048": ("i4_group", 12288, 2048),
     "int4 2048x4096": ("i4_group", 2048, 4096),
 }
-
-
-def row(*cells: object) -> None:
-    """One line of a Markdown table."""
-    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
 
 
 class Timer:

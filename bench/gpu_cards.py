@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     engine = Engine(container, threads=len(cpus), cpus=cpus, context=2048)
     wanted, seconds, _ = run(engine, ids, 2 * args.tokens)
     off_s = statistics.median(seconds)
-    engine.leave_cpus(cpus_to_leave(len(cpus), 0, cards))
+    engine.leave_cpus(cpus_to_leave(len(cpus), cpus, cards))
     cpu_program = engine.program
     cpu, _ = measure_cpu(engine)
     print(f"\nCPU alone: {1 / off_s:.1f} tok/s\n")

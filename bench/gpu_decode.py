@@ -208,12 +208,11 @@ def main(argv: list[str] | None = None) -> int:
         cpu, _ = measure_cpu(engine)
         alone = plan(shape, [], probe=Probe(cpu, ()), context=2048, position=PROMPT + 1.5 * args.tokens)
         alone_s = alone.predicted_ms_per_token / 1e3
-        row(router, "", f"off, {args.threads} threads", 0, cold, warm, "1.00", f"{1 / alone_s:.1f}",
+        row(router, "", f"CPU alone, {args.threads} threads", 0, cold, warm, "1.00", f"{1 / alone_s:.1f}",
             f"{base / alone_s:.2f}", "", "")  # fmt: skip
         if args.parts:
             print("-", parts(engine, ids, args.tokens))
-        n_free = len(os.sched_getaffinity(0)) - args.threads
-        engine.leave_cpus(cpus_to_leave(args.threads, n_free, devices))
+        engine.leave_cpus(cpus_to_leave(args.threads, engine.cpus, devices))
         if figures is None:
             cpu, _ = measure_cpu(engine)
             figures = Probe(cpu, (measure_card(probe.list_devices()[0], engine, cpu)[0],))

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     cpus = sorted(os.sched_getaffinity(0))
     engine = Engine(container, threads=args.threads, cpus=cpus[: args.threads], context=2048)
     expected, _, _ = run(engine, ids, n_tokens)
-    engine.leave_cpus(cpus_to_leave(args.threads, len(cpus) - args.threads, devices))
+    engine.leave_cpus(cpus_to_leave(args.threads, engine.cpus, devices))
     cpu = measure_cpu(engine)[0]
     figures = Probe(cpu, (measure_card(devices[0], engine, cpu)[0],))
     shape = ModelShape.from_config(config)

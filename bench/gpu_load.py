@@ -90,18 +90,22 @@ def main(argv: list[str] | None = None) -> int:
     sizes = args.vram.split(",")
     rows = [("off, no card opened", "off", "none", "auto")]
     for number, size in enumerate([sizes[0], *sizes]):
-        what = f"auto, {'all on the card' if size == 'all' else size + ' MiB'}" + (", measuring first" * (number == 0))
+        what = f"auto, {'all that is free' if size == 'all' else size + ' MiB'}" + ", measuring first" * (number == 0)
         rows.append((what, "auto", "0", "auto" if size == "all" else f"{size}MiB"))
     rows.append(("off, card opened", "off", "0", "auto"))
     print(f"\n### From files, {args.folder.name}, {time.strftime('%Y-%m-%d')}\n")
     row("what", "loaded after, s", f"behind the first token of a {PROMPT}-token prompt, s",
         f"anonymous + page-locked MiB behind {args.tokens} tokens")  # fmt: skip
     row("---", *["---:"] * 3)
-    load(args.folder, "off", "0", "auto", 1, dict(os.environ))  # compiles the kernels, where that has not been done
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "coli").mkdir()
-        (Path(folder) / "coli" / "cuda").symlink_to(cache_folder())
-        env = os.environ | {"XDG_CACHE_HOME": folder}
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as folder:
+        environments = []
+        for cache in (first, folder):
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            (Path(cache) / "coli").mkdir()
+            (Path(cache) / "coli" / cache_folder().name).symlink_to(cache_folder())
+            environments.append(os.environ | {"XDG_CACHE_HOME": cache, "PYTHONPATH": str(Path(__file__).parent.parent)})
+        load(args.folder, "off", "0", "auto", 1, environments[0])  # compiles the kernels, where nobody has done so
+        env = environments[1]
         for what, *words in rows:
             loaded_s, first_s, anonymous, pinned = load(args.folder, *words, args.tokens, env)
             row(what, f"{loaded_s:.1f}", f"{first_s:.1f}", f"{anonymous / MIB:.0f} + {pinned / MIB:.0f}")

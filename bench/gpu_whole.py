@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     shallow = engine.session()
     shallow_steps, shallow_s = decode(shallow, ids[: args.tokens].tolist())
     shallow.close()
-    engine.leave_cpus(cpus_to_leave(len(cpus), 0, devices))
+    engine.leave_cpus(cpus_to_leave(len(cpus), cpus, devices))
 
     device = devices[0]
     free_before = device.free_bytes()

@@ -26,16 +26,16 @@ def cache_dir() -> Path:
     return base / "coli"
 
 
-def replace_file(path: Path, data: bytes, temporary: Path | None = None) -> None:
+def replace_file(path: Path, data: bytes, temporary: Path | None = None, mode: int = 0o666) -> None:
     """Give a file new content, on the disk when this returns; a reader, a crash or an error finds the old or the new.
 
     temporary : the name to write to first, in the same folder.  For callers who hold a lock: what a kill leaves there
         is overwritten the next time.  None: a name of this call alone.
-    A file that is there keeps its mode.  Raises OSError.
+    mode : of a new file, less the process's umask; one that is there keeps its own.   Raises OSError.
     """
     temporary = path.with_name(f".coli-{secrets.token_hex(8)}.tmp") if temporary is None else temporary
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             with contextlib.suppress(FileNotFoundError):
                 os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
             file.write(data)

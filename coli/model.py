@@ -121,7 +121,7 @@ def _build_engine(
     try:
         placed = place_model(
             container, engine, place=place, devices=devices, vram=vram, heat=heat,
-            team_is_given=claim.binding.source not in ("default", "profile"),
+            team_is_given=claim.binding.is_given,
         )  # fmt: skip
     except BaseException:
         engine.close()
@@ -295,7 +295,7 @@ class Model:
         Raises RequestError naming the parameter, ModelError for text without a tokenizer.
         """
         params = _sampling_params(
-            sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=self._seed(seed)
+            sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=self.seed_of(seed)
         )
         ids = self.prompt_ids(prompt_or_ids)
         if session is not None and getattr(session, "engine", self.engine) is not self.engine:
@@ -367,7 +367,8 @@ class Model:
             return session
         return self.session()
 
-    def _seed(self, seed: int | None) -> int | None:
+    def seed_of(self, seed: int | None) -> int | None:
+        """The seed of one answer: the one that was given, else the model's next, if it has any."""
         return self._seeds.getrandbits(64) if seed is None and self._seeds is not None else seed
 
     # ---- end -----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 
 from coli import settings
 from coli.devices.base import Device, DeviceError, LayerDevice, SlabSpec
@@ -40,6 +39,7 @@ from coli.placement import (
     plan,
     with_whole_layers,
 )
+from coli.threads.memory import available_bytes
 from coli.tier.expert_tier import ExpertTier
 from coli.tier.heat import Heat
 from coli.tier.heatfile import HeatFile, HeatShape
@@ -119,7 +119,7 @@ class Placed:
             now = self.tier.n_slots(index)
             wanted = now
             if now or self.plan.slots[index]:
-                if not getattr(device, "slot_segment_bytes", 0):
+                if not device.slot_segment_bytes:
                     raise PlacementError(f"{device.name}: its expert slots cannot change while it runs; load anew")
                 free_bytes = device.free_bytes()
                 if allowance == "auto":
@@ -187,13 +187,12 @@ def _place(
     if not found:
         # refuses a list that names a device, and a context that this machine cannot hold
         by_time = wanted == "auto:time"  # which needs speeds to choose by, and there is nothing to choose
-        cpu = CpuFacts(free_bytes=psutil.virtual_memory().available)
+        cpu = CpuFacts(free_bytes=available_bytes())
         plan(shape, [], place="auto" if by_time else wanted, heat=counts, cpu=cpu, context=engine.context)
         return Placed(None, [], engine.program, None)
     n_left = 0
     if not team_is_given:
-        n_free = len(os.sched_getaffinity(0)) - len(engine.cpus) if hasattr(os, "sched_getaffinity") else 0
-        n_left = cpus_to_leave(engine.team.n_threads, n_free, found)
+        n_left = cpus_to_leave(engine.team.n_threads, engine.cpus, found)
     if n_left:  # first, for the team that computes beside a card is the one to measure
         engine.leave_cpus(n_left)
         logger("threads").info("%d threads: %d CPUs are left to uploads and the card's driver",
@@ -205,12 +204,13 @@ def _place(
     return placed
 
 
-def cpus_to_leave(threads: int, n_free: int, devices: Sequence[Device]) -> int:
+def cpus_to_leave(threads: int, cpus: Sequence[int], devices: Sequence[Device]) -> int:
     """Threads that the team gives up, so that a device's host threads do not interrupt one that all others wait for.
 
-    n_free : CPUs that the process has beside the team's.   A device says in ``host_cpus`` how many its driver keeps
-    busy.  Never more than a quarter of the team.
+    threads, cpus : of the team.   A device says in ``host_cpus`` how many its driver keeps busy: as many of the
+    process's CPUs should not be the team's.  Never more than a quarter of the team.
     """
+    n_free = len(os.sched_getaffinity(0)) - len(cpus) if hasattr(os, "sched_getaffinity") else 0
     wanted = max((getattr(device, "host_cpus", 0) for device in devices), default=0)
     return min(max(0, wanted - n_free), threads // 4)
 
@@ -281,7 +281,7 @@ class _Placing:
             facts = DeviceFacts.from_device(device, self.allowance)
             allowance_bytes = facts.free_bytes - facts.reserve_bytes
             if facts.whole_layers:
-                facts = with_whole_layers(facts, self.shape, self.place, self.engine.context)
+                facts = with_whole_layers(facts, self.shape, self.place, self.engine.context, i)
             self._whole[i] = facts.whole_layers
             self._span_bytes[i] = self._bytes_of_spans(device, allowance_bytes) if facts.whole_layers else 0
             whole = facts.whole_layers if self._span_bytes[i] else ()  # in time only runs of whole layers count
@@ -301,7 +301,7 @@ class _Placing:
     def decide(self, facts: list[DeviceFacts]) -> Plan:
         made = plan(
             self.shape, facts, place=self.place, heat=self.counts, probe=self.probe,
-            cpu=CpuFacts(free_bytes=psutil.virtual_memory().available), context=self.engine.context,
+            cpu=CpuFacts(free_bytes=available_bytes()), context=self.engine.context,
         )  # fmt: skip
         for line in place_lines(made):
             _log.info(line)
@@ -311,7 +311,7 @@ class _Placing:
         """Decide, upload and bind.  What raises here leaves no thread behind; the devices are the caller's to close."""
         with contextlib.ExitStack() as undo:
             placed = self._run(heat_file, undo)
-            if self.engine._thread.job.cancelled:
+            if self.engine.is_cancelled:
                 raise Cancelled  # interrupted: nobody waits for what was made, so nobody would close it
             undo.pop_all()
         return placed

@@ -137,7 +137,8 @@ class Setting:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("place", "auto", "auto, auto:bytes, auto:time, off, or a list", ("COLI_PLACE",), "--place",
-            "What lies on which device. A list such as lmhead=0,dnproj=0:20+1:20,experts=0 is obeyed as written."),
+            "What lies on which device. A list such as lmhead=0,dnproj=0:20+1:20,experts=0 is obeyed as written; off "
+            "leaves the trunk to the CPU, and experts fill the devices (--devices none: the CPU alone)."),
     Setting("devices", "auto", _DEVICE_FORMS, ("COLI_DEVICES", "COLI_GPUS"), "--devices",
             "Which devices may be used at all, and in which order they are numbered.", parse_devices),
     Setting("vram", "auto", "bytes of each device, or auto", ("COLI_VRAM", "CUDA_EXPERT_GB"), "--vram",

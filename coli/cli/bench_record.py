@@ -66,7 +66,7 @@ def model_record(
         "threads": stats["threads"],
         "thread_map": stats["thread_map"],
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": topology.model_name,
             "system": platform.platform(),
             "cpus": len(topology.cpus),
             "allowed": sorted(limits.allowed),
@@ -94,16 +94,6 @@ def model_record(
 def model_hash(folder: Path) -> str:
     """A hash of the manifest, which holds a checksum of every file."""
     return hashlib.sha256((folder / "coli.json").read_bytes()).hexdigest()[:16]
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def read_record(path: str) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class _Trial:
 
         if self.args.reprobe:
             forget()
-        probe = figures_beside(self.devices, self.args.threads, anyway=True)
+        probe = figures_beside(self.devices, self.args.model, self.args.threads, anyway=True)
         if probe is None:
             raise ColiError("--calibrate: a device could not be measured (see above); choose others by --devices")
         self.probe = probe

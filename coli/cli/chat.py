@@ -274,7 +274,7 @@ def save_messages(path: Path, messages: list[dict[str, Any]]) -> None:
     """Write a conversation as JSON, whole or not at all."""
     text = json.dumps({"format": _FORMAT, "version": _VERSION, "messages": messages}, ensure_ascii=False, indent=1)
     try:
-        replace_file(path, (text + "\n").encode())
+        replace_file(path, (text + "\n").encode(), mode=0o600)  # nobody else's business
     except OSError as error:
         raise RequestError(f"{path}: cannot be written ({error.strerror})") from None
 

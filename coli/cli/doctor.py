@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,10 @@ def examine(
 
 def _cpu(report: Report, topology: Topology) -> None:
     cores, sockets = topology.cores(), {cpu.socket for cpu in topology.cpus}
-    caches = {f"L{cache.level} {cache.kind}": cache.size_bytes for cache in topology.caches if cache.level > 1}
+    caches: dict[str, int] = defaultdict(int)  # what all of a level and kind hold: cores of two classes have two sizes
+    for cache in topology.caches:
+        if cache.level > 1:
+            caches[f"L{cache.level} {cache.kind}"] += cache.size_bytes
     classes = [{"label": one.label, "cores": len(one.cores)} for one in topology.classes]
     facts = {
         "name": topology.model_name,
@@ -389,22 +393,21 @@ def _read(report: Report, topology: Topology, binding: Binding, container: Conta
 
 
 def _cards(report: Report) -> None:
-    from coli.cli.doctor_cards import card_findings, cuda_order, cuda_packages, list_cards
+    from coli.cli.doctor_cards import card_findings, card_line, cuda_packages
+    from coli.devices.cuda.probe import survey
 
-    cards, reason = list_cards()
-    _, cuda_reason = cuda_order()
-    packages = cuda_packages()
+    found, packages = survey(), cuda_packages()
     installed = ", ".join(f"{name} {version}" for name, version in packages.items() if version) or "none"
     facts = {
-        "cards": [asdict(card) for card in cards],
-        "reason": reason,
-        "cuda_reason": cuda_reason,
+        "cards": [asdict(card) for card in found.cards],
+        "reason": found.reason,
+        "nvml_reason": found.nvml_reason,
         "packages": packages,
     }
-    lines = [str(card) for card in cards] or [f"none: {reason}"]
-    lines.append(f"CUDA packages: {installed}" + (f"; {cuda_reason}" if cuda_reason else ""))
+    lines = [card_line(card) for card in found.cards] or [f"none: {found.reason}"]
+    lines.append(f"CUDA packages: {installed}" + (f"; {found.nvml_reason}" if found.nvml_reason else ""))
     report.add("cards", facts, *lines)
-    report.findings += card_findings(cards, packages)
+    report.findings += card_findings(found)
 
 
 def _settings(report: Report) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from coli.errors import ModelError
 
 if TYPE_CHECKING:
     from coli.devices.base import Device
@@ -12,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def figures_beside(
-    devices: Sequence[Device], threads: str | int | None = None, *, anyway: bool = False
+    devices: Sequence[Device], model: str, threads: str | int | None = None, *, anyway: bool = False
 ) -> Probe | None:
-    """Of these devices, and of the team that an engine would have beside them; kept ones, else measured now.
+    """Of these devices, and of the team that a model's engine would have beside them; kept ones, else measured now.
 
-    threads : as --threads.   anyway : measure devices without an identity too; else they have no figures.
+    model, threads : as MODEL and --threads; what ``coli tune`` found for the model counts.   anyway : measure devices without an identity too; else they have no figures.
     """
     from coli import settings
     from coli._core import step
@@ -24,10 +26,30 @@ def figures_beside(
     from coli.probing import machine_figures
     from coli.threads.claims import claim_threads
 
-    with claim_threads(threads, openmp_built=step.has_openmp()) as claim:
-        n, cpus, n_left = claim.binding.threads, list(claim.binding.cpus), 0
-        if claim.binding.source in ("default", "profile"):
-            n_free = len(os.sched_getaffinity(0)) - len(cpus) if hasattr(os, "sched_getaffinity") else 0
-            n_left = cpus_to_leave(n, n_free, devices)
+    with claim_threads(threads, geometry=_geometry(model), openmp_built=step.has_openmp()) as claim:
+        n, cpus = claim.binding.threads, list(claim.binding.cpus)
+        n_left = 0 if claim.binding.is_given else cpus_to_leave(n, cpus, devices)
         cpus = cpus[: len(cpus) - n_left] or None
         return machine_figures(devices, n - n_left, cpus, settings.get("isa"), anyway=anyway)
+
+
+def _geometry(model: str) -> str | None:
+    """The key under which ``coli tune`` keeps what it found for a model; None where it cannot have found anything."""
+    from coli.config import ModelConfig, read_json_object
+    from coli.container.reader import Container
+    from coli.convert.convert import Options
+    from coli.convert.resolve import find_model, is_container
+    from coli.threads.tuning import geometry_key
+
+    path = Path(model).expanduser()
+    try:
+        if path.is_file():
+            return geometry_key(ModelConfig.from_dict(read_json_object(path), str(path)), Options().formats([]))
+        path = find_model(model)
+        if is_container(path):
+            with Container.open(path) as container:
+                manifest = container.manifest
+                return geometry_key(container.config, (manifest.trunk_format, manifest.expert_format))
+        return geometry_key(ModelConfig.from_folder(path), Options().formats([]))
+    except ModelError:  # a GGUF file, or a config.json of no more than sizes: a plan needs no more
+        return None

@@ -75,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
     devices, probe = _machine(args, place, cpu)
     made = plan(
         shape,
-        [with_whole_layers(facts, shape, place, context) if facts.whole_layers else facts for facts in devices],
+        [
+            with_whole_layers(facts, shape, place, context, i) if facts.whole_layers else facts
+            for i, facts in enumerate(devices)
+        ],
         place=place,
         heat=read_heat(args.heat, shape),
         probe=probe,
@@ -181,7 +184,7 @@ def _machine(args: argparse.Namespace, place: str, cpu: CpuFacts | None) -> tupl
                 from coli.probing import forget
 
                 forget()
-            probe = figures_beside(chosen, anyway=args.reprobe or place == "auto:time")
+            probe = figures_beside(chosen, args.model, anyway=args.reprobe or place == "auto:time")
         return [DeviceFacts.from_device(device, allowed, speeds=cpu is not None) for device in chosen], probe
     finally:
         for device in chosen:

@@ -220,13 +220,6 @@ class Container:
             raise ModelError(f"{self.path}: {name} is a {tensor.entry.kind} tensor, it has no float32 form")
         return widen(self._view(tensor), tensor.format).reshape(tensor.entry.shape)
 
-    def will_need(self, name: str) -> None:
-        """Tell the system that a tensor's pages are wanted soon; it reads ahead when it has time."""
-        place = self._tensor(name).place
-        start = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        if hasattr(mmap, "MADV_WILLNEED"):  # not on every platform
-            self._map_of(name).madvise(mmap.MADV_WILLNEED, start, place.offset + place.n_bytes - start)
-
     def will_not_need(self, name: str) -> None:
         """Tell the system that a tensor is elsewhere now: its pages leave this process and stay in the system's cache.
 

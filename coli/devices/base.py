@@ -91,6 +91,7 @@ class Device(Protocol):
     """One card, or what stands in for one.  Calls come from one thread, except ``write_slot``.
 
     index : the number that ``--devices`` and COLI_PLACE use.   driver : its driver's version, as people are told it.
+    slot_segment_bytes : `resize_slots` frees so many bytes at a time, counted from slot 0; 0 where a device cannot.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Device(Protocol):
     uuid: str | None
     pci_bus_id: str | None
     driver: str | None
+    slot_segment_bytes: int
 
     def total_bytes(self) -> int:
         """Memory of the device."""
@@ -139,6 +141,13 @@ class Device(Protocol):
     def clear_slot(self, slot: int) -> None:
         """The slot holds nobody any more."""
 
+    def resize_slots(self, slots: int) -> int:
+        """Have so many slots, the first ones; the bytes that this takes, negative where memory is given back.
+
+        Slots that go hold nobody, nothing reads or writes them, and no batch is in a span.  Raises
+        DeviceError("out of memory") and changes nothing.  Never called where ``slot_segment_bytes`` is 0.
+        """
+
     def issue(self, layer: int, slots: Sequence[int], rows_of: Sequence[int], x: np.ndarray) -> Any:
         """Start the experts of a layer: contribution i is slot slots[i] applied to x[rows_of[i]].
 
@@ -150,22 +159,6 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Give everything back.  Safe to call twice, and on a lost device."""
-
-
-class ElasticDevice(Device, Protocol):
-    """A device that can have more or fewer slots while its arena is open.
-
-    slot_segment_bytes : slots are freed so many bytes at a time, counted from slot 0.
-    """
-
-    slot_segment_bytes: int
-
-    def resize_slots(self, slots: int) -> int:
-        """Have so many slots, the first ones; the bytes that this takes, negative where memory is given back.
-
-        Slots that go hold nobody, nothing reads or writes them, and no batch is in a span.  Raises
-        DeviceError("out of memory") and changes nothing.
-        """
 
 
 class LayerDevice(Device, Protocol):

@@ -66,11 +66,11 @@ class Bench:
         self.n_bytes = sum(b.nbytes // 64 * 64 for b in buffers)
 
     def read(self) -> None:
-        self.engine._runner.read(self.buffers)
+        self.engine.runner.read(self.buffers)
 
     def measure(self, repeats: int = REPEATS) -> Row:
         """Alternate with the ruler."""
-        work_s, read_s = self.engine._thread.call(lambda job: alternate(self.run, self.read, repeats))
+        work_s, read_s = self.engine.on_thread(lambda: alternate(self.run, self.read, repeats))
         gb_s, read_gb_s = self.n_bytes / work_s / 1e9, self.n_bytes / read_s / 1e9
         n_threads = self.engine.team.n_threads
         return Row(self.name, n_threads, gb_s, read_gb_s, gb_s / read_gb_s, work_s * 1e6, self.n_bytes, repeats)
@@ -79,17 +79,15 @@ class Bench:
 def _begin(engine: Engine) -> None:
     """A batch of one row, set up on the engine thread, so that single operations can be run."""
 
-    def begin(job: Any) -> None:
-        engine._rope.reach(1)
-        sequence = step.Sequence(engine._net, 64)
-        engine._runner.begin([(sequence, 1)], np.zeros(1, np.int32), engine._rope.cos, engine._rope.sin)
+    def begin() -> None:
+        engine.begin(np.zeros(1, np.int32))
         # so that no buffer of the operations measured is zero: a product of zeros may be faster
         for name in ("xn", "o", "x", "y"):
-            buffer = np.asarray(engine._runner.buffer(name))
+            buffer = np.asarray(engine.runner.buffer(name))
             buffer[:] = np.random.default_rng(1).standard_normal(buffer.shape).astype(np.float32)
-        engine._runner.run(0, 1)
+        engine.runner.run(0, 1)
 
-    engine._thread.call(begin)
+    engine.on_thread(begin)
 
 
 # (trunk format, expert format) of one engine, and the names of the head's bench and of the experts'.
@@ -156,8 +154,8 @@ def kernel_benches(threads: int, cpus: list[int] | None = None, isa: str | None 
 
 def _head_bench(engine: Engine, name: str) -> Bench:
     """The logits of one row."""
-    head, runner = engine.container.matrix("lm_head"), engine._runner
-    logits = np.empty((1, engine._padded_vocab), np.float32)
+    head, runner = engine.container.matrix("lm_head"), engine.runner
+    logits = np.empty((1, engine.padded_vocab), np.float32)
     return Bench(name, engine, lambda: runner.head((0,), logits), [head.data[: head.n_blocks * head.block_bytes]])
 
 
@@ -168,7 +166,7 @@ def _experts_bench(engine: Engine, name: str) -> Bench:
     """
     slabs = engine.container.slabs("layers.0.mlp.experts")
     config, rng = engine.config, np.random.default_rng(2)
-    runner, first = engine._runner, step.OPS.index("MOE")
+    runner, first = engine.runner, step.OPS.index("MOE")
     shape = 4, config.num_experts_per_tok
     draws = [np.sort(rng.choice(config.num_experts, shape, False).astype(np.int32)) for _ in range(64)]
     turn = iter(range(1 << 62))

@@ -131,7 +131,7 @@ class Engine:
         self._net = bind_network(container, choose_isa(isa) if beside is None else beside._net.isa)
         self.program = Program(config)
         self._keeper = StateKeeper()
-        self._padded_vocab = -(-self.vocab_size // 16) * 16
+        self.padded_vocab = -(-self.vocab_size // 16) * 16
         self._is_guest = beside is not None
         if beside is not None:
             self._thread, self.team, self.cpus = beside._thread, beside.team, beside.cpus
@@ -157,13 +157,29 @@ class Engine:
 
     def _settle(self, job: Job) -> None:
         """On the engine thread: a runner on the team."""
-        self._runner = step.Runner(self._net, self.team)
+        self.runner = step.Runner(self._net, self.team)
         self.thread_map = self.team.map()
 
     def leave_cpus(self, n: int) -> None:
         """Go on without the last n threads of the team, whose CPUs others need: uploads, a card's driver."""
         cpus = self.cpus[: len(self.cpus) - n]
         self._thread.call(self._start, max(1, self.team.n_threads - n), cpus or None)
+
+    def begin(self, ids: np.ndarray, positions: int = 64) -> step.Sequence:
+        """On the engine thread: a batch of one new sequence, set up so that ``runner`` runs its operations one by one, as
+        benches, probes and traces do.
+
+        ids : int32, checked.   positions : that the sequence may reach.
+        """
+        self._rope.reach(len(ids))
+        sequence = step.Sequence(self._net, positions)
+        self.runner.begin([(sequence, len(ids))], ids, self._rope.cos, self._rope.sin)
+        return sequence
+
+    @property
+    def is_cancelled(self) -> bool:
+        """On the engine thread: whether nobody waits any more for what is being done."""
+        return self._thread.job.cancelled
 
     def on_thread(self, fn: Callable[[], Any]) -> Any:
         """Run something between steps on the engine thread, where devices have their contexts."""
@@ -251,12 +267,12 @@ class Engine:
                 if not self.program.finite:
                     self._refuse_logits(parts)
                 rows = ()
-            exact = out.shape[1] == self._padded_vocab and out.flags.c_contiguous
+            exact = out.shape[1] == self.padded_vocab and out.flags.c_contiguous
             at_once = len(rows) if exact else LOGITS_CHUNK  # straight into `out`, or through a buffer of bounded size
             for at in range(0, len(rows), max(at_once, 1)):
                 some = rows[at : at + at_once]
-                target = out[at : at + len(some)] if exact else np.empty((len(some), self._padded_vocab), np.float32)
-                if not self.program.run_head(self._runner, some, target):
+                target = out[at : at + len(some)] if exact else np.empty((len(some), self.padded_vocab), np.float32)
+                if not self.program.run_head(self.runner, some, target):
                     self._refuse_logits(parts)
                 if not exact:
                     out[at : at + len(some)] = target[:, : self.vocab_size]
@@ -264,7 +280,7 @@ class Engine:
             for session, _ in parts:
                 session._held.stale = True
             raise
-        self._runner.finish()
+        self.runner.finish()
         for session, part_ids in parts:
             session.ids.extend(part_ids.tolist())
         if self.program.tier is not None and is_plain:
@@ -326,7 +342,7 @@ class Engine:
             if at == 0:
                 session._sequence.leave(session._held.layers)
             self._pass([(session, chunk)], decoding=None)
-            self._runner.finish()
+            self.runner.finish()
 
     def _pass(
         self,
@@ -337,7 +353,7 @@ class Engine:
         decoding: bool | None,
     ) -> None:
         """All layers of a batch whose states are ready; the sequences stay where they are."""
-        runner, program, rope = self._runner, self.program, self._rope
+        runner, program, rope = self.runner, self.program, self._rope
         ids = parts[0][1] if len(parts) == 1 else np.concatenate([p[1] for p in parts])
         rope.reach(max(s._sequence.position + len(i) for s, i in parts))
         runner.begin([(s._sequence, len(i)) for s, i in parts], ids, rope.cos, rope.sin)
@@ -361,7 +377,7 @@ class Engine:
             "thread_map": self.thread_map,
             "parked_times": self.team.parked_times,
             "context": self.context,
-            "weight_bytes_read": self._runner.weight_bytes,
+            "weight_bytes_read": self.runner.weight_bytes,
         }
 
     def close(self) -> None:

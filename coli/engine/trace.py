@@ -24,14 +24,12 @@ def trace(engine: Engine, ids: Ids[int]) -> dict[str, Any]:
     key and value (Hkv, T, d) of attention layers as stored in the cache, widened.
     """
     checked = engine.check_ids(ids)
-    return engine._thread.call(_trace, engine, checked)
+    return engine.on_thread(lambda: _trace(engine, checked))
 
 
-def _trace(job: Any, engine: Engine, ids: np.ndarray) -> dict[str, Any]:
-    config, runner, n = engine.config, engine._runner, len(ids)
-    sequence = step.Sequence(engine._net, engine.context)
-    engine._rope.reach(n)
-    runner.begin([(sequence, n)], ids, engine._rope.cos, engine._rope.sin)
+def _trace(engine: Engine, ids: np.ndarray) -> dict[str, Any]:
+    config, runner, n = engine.config, engine.runner, len(ids)
+    sequence = engine.begin(ids, engine.context)
 
     def copy(name: str, width: int) -> np.ndarray:
         return np.array(np.asarray(runner.buffer(name))[:, :width])
@@ -47,7 +45,7 @@ def _trace(job: Any, engine: Engine, ids: np.ndarray) -> dict[str, Any]:
         logits.append(copy("router", config.num_experts))
         idx.append(copy("top_idx", config.num_experts_per_tok))
         weight.append(copy("top_w", config.num_experts_per_tok))
-    table = np.empty((n, engine._padded_vocab), np.float32)
+    table = np.empty((n, engine.padded_vocab), np.float32)
     runner.head(range(n), table)
     runner.finish()
     attention = deltanet = 0

@@ -13,7 +13,7 @@ from typing import Any
 from coli.errors import PlacementError
 from coli.placement.facts import LAYER_KINDS, CpuFacts, DeviceFacts
 
-# A round trip to a card where none was measured: one graph, 8 KB up and down, PCIe 5 (docs/cuda.md).
+# A round trip to a card where none was measured: one graph, 8 KB up and down, PCIe 5.
 ROUND_TRIP_US = 10.0
 
 
@@ -97,7 +97,7 @@ class CpuSpeeds:
     """The CPU: what it reads of matrices and of routed experts.
 
     region_us : a region of the team, which every step on a card makes one more of.
-    layer_us : what a layer takes besides reading its weights and its context: norms, barriers.
+    layer_us : what a layer in a row of them takes beyond its parts: norms, barriers, the starts of its products.
     token_us : what a token takes besides its layers: from the caller to the team and back.
     state_gb_s : recurrent state that it moves on, read and written, in GB/s (10**9); None: as fast as it reads.
     """

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from coli.placement.components import ModelShape
 from coli.placement.facts import LAYER_KINDS, DeviceFacts
+from coli.placement.grammar import MODES, parse
 
 KV_STEP = 1024  # positions by which a device's keys and values grow at most (devices/cuda/mixer.py)
 
@@ -16,10 +17,13 @@ KV_STEP = 1024  # positions by which a device's keys and values grow at most (de
 _SHARE = 16
 
 
-def whole_layer_bytes(shape: ModelShape, place: str, context: int, share_bytes: int) -> dict[str, int]:
+def whole_layer_bytes(
+    shape: ModelShape, place: str, context: int, share_bytes: int, device: int = 0
+) -> dict[str, int]:
     """Bytes beside the weights of each kind of LAYER_KINDS that a placement may put whole on a card.
 
-    place : as for `plan`; a list that names no out-projection has no whole DeltaNet layers.
+    place : as for `plan`; a list that puts no out-projection on the card has no whole DeltaNet layers there.
+    device : the card's place among the devices.
     context : positions that the sequence may reach.   share_bytes : what a kind may take.
 
     A kind whose vectors and state do not fit is left out.  Keys and values get room for as many positions as fit, in
@@ -29,11 +33,11 @@ def whole_layer_bytes(shape: ModelShape, place: str, context: int, share_bytes: 
     linear, full = LAYER_KINDS
     vectors = dict(zip(LAYER_KINDS, shape.vector_bytes, strict=True))
     wanted = {}
-    if "auto" in place or "dnout" in place:
+    if _may_hold(place, shape.layers, device, linear, "dnout"):
         n_bytes = shape.state_bytes + vectors[linear]
         if n_bytes <= share_bytes:
             wanted[linear] = n_bytes
-    if "auto" in place or full in place:
+    if _may_hold(place, shape.layers, device, full):
         step_bytes = shape.kv_bytes(KV_STEP)
         steps = min(-(-context // KV_STEP), max(0, share_bytes - vectors[full]) // step_bytes if step_bytes else 0)
         if steps:
@@ -41,8 +45,21 @@ def whole_layer_bytes(shape: ModelShape, place: str, context: int, share_bytes: 
     return wanted
 
 
-def with_whole_layers(facts: DeviceFacts, shape: ModelShape, place: str, context: int) -> DeviceFacts:
-    """The facts of a card that can take layers whole: which kinds it may, and charged with what goes with them."""
+def _may_hold(place: str, layers: int, device: int, *names: str) -> bool:
+    """Whether a placement may put components of all these names on a device."""
+    if place in MODES:
+        return place != "off"
+    items = [parse(place, layers).item(name) for name in names]
+    return all(item is not None and device in item.devices for item in items)
+
+
+def with_whole_layers(
+    facts: DeviceFacts, shape: ModelShape, place: str, context: int, device: int = 0
+) -> DeviceFacts:
+    """The facts of a card that can take layers whole: which kinds it may, and charged with what goes with them.
+
+    device : its place among the devices.   Raises PlacementError where ``place`` is a list that is not understood.
+    """
     share_bytes = max(0, facts.free_bytes - facts.reserve_bytes) // _SHARE
-    taken = whole_layer_bytes(shape, place, context, share_bytes)
+    taken = whole_layer_bytes(shape, place, context, share_bytes, device)
     return replace(facts, staging_bytes=facts.staging_bytes + sum(taken.values()), whole_layers=tuple(taken))

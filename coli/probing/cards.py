@@ -61,7 +61,7 @@ def measure_card(device: Device, beside: Engine, cpu: CpuSpeeds) -> tuple[Speeds
         closing.callback(lambda: beside.on_thread(bench.tier.close))
         start = time.perf_counter()
         figures, round_trip_us = beside.on_thread(bench.measure)
-        figures = replace(figures, cut_us=bench.cut_us(beside, cpu, figures))
+        figures = replace(figures, cut_us=bench.cut_us(beside, figures))
         if getattr(device, "span", None) is not None:
             spans = beside.on_thread(lambda: _Spans(bench, figures))
             figures = replace(figures, span=spans.measure(beside, cpu))
@@ -73,7 +73,7 @@ def step_us(engine: Engine, others: list[Any]) -> float:
     session = engine.session()
     session.step(1)
     try:
-        before = lambda: engine.on_thread(lambda: engine._runner.read(others))  # noqa: E731
+        before = lambda: engine.on_thread(lambda: engine.runner.read(others))  # noqa: E731
         return time_us(lambda: session.step(1), _STEPS_S, before=before, most=MOST_CALLS // ROUNDS)
     finally:
         session.close()
@@ -85,7 +85,7 @@ class _Bench:
     def __init__(self, device: Device, samples: Samples, beside: Engine) -> None:
         self.device = device
         self.samples = samples
-        self._runner = beside._runner
+        self._runner = beside.runner
         self.of_a_layer = [
             samples.matrix(f"layers.0.{name}").data for name in _PROJECTIONS[samples.config.layer_types[0]]
         ]
@@ -150,33 +150,42 @@ class _Bench:
         experts = fitted((_FEW * slab_bytes, us["few"]), (self.top_k * slab_bytes, us["all"]))
         return Speeds(Speed(*matrix), Speed(*experts), host_us=self._host_us(experts[1] / 1e6)), us["nothing"]
 
-    def cut_us(self, beside: Engine, cpu: CpuSpeeds, figures: Speeds) -> float:
+    def cut_us(self, beside: Engine, figures: Speeds) -> float:
         """What a layer of the CPU takes longer than its parts when all of its experts are on the card.
 
-        From tokens whose experts the CPU computes and tokens whose experts the card does, both from cold caches, as the
-        figures of the CPU are.
+        From tokens whose experts the CPU computes and tokens whose experts the card does, and from what the CPU takes
+        for its experts here: ahead of each, others' bytes have gone through the caches.
         """
-        others = np.ones(bytes_beyond_caches(), np.uint8)
-        engine = Engine(self.samples, beside=beside, context=2 * MOST_CALLS + 1)
-        session, alone, cut = engine.session(), engine.program, Program(self.config, {}, self.tier)
+        others = np.ones(bytes_beyond_caches(beside.cpus), np.uint8)
+        with contextlib.ExitStack() as closing:
+            engine = Engine(self.samples, beside=beside, context=2 * MOST_CALLS + 1)
+            closing.callback(engine.close)
+            session, alone, cut = engine.session(), engine.program, Program(self.config, {}, self.tier)
+            closing.callback(session.close)
+            closing.callback(setattr, engine, "program", alone)
 
-        def token_s(program: Program) -> float:
-            beside.on_thread(lambda: self._runner.read([others]))
-            engine.program = program
-            return seconds_of(lambda: session.step(1))
+            def token_s(program: Program) -> float:
+                beside.on_thread(lambda: self._runner.read([others]))
+                engine.program = program
+                return seconds_of(lambda: session.step(1))
 
-        try:
             session.step(1)
             longer_us = apart_us(lambda: token_s(cut), lambda: token_s(alone))
-        finally:
-            session.close()
-            engine.program = alone
-            engine.close()
+            on_cpu_us = engine.on_thread(lambda: self._experts_of_cpu_us(engine, others))
         shape = ModelShape.from_config(self.samples.weights.config_dict)
         shared = next(item.bytes for item in shape.components if item.name == "shexp")
-        shared_us, here_us = cpu.matrix.us(shared), figures.experts.us(self.top_k * self.slab.slab_bytes)
-        on_cpu_us = shared_us + cpu.experts.us(self.top_k * shape.cpu_expert_bytes)
+        here_us = figures.experts.us(self.top_k * self.slab.slab_bytes)
+        shared_us = on_cpu_us * shared / (shared + self.top_k * shape.cpu_expert_bytes)
         return max(0.0, longer_us / N_LAYERS + on_cpu_us - max(shared_us + figures.host_us, here_us))
+
+    def _experts_of_cpu_us(self, engine: Engine, others: np.ndarray) -> float:
+        """Routed experts and shared expert of a layer, as the engine behind a token has them; on its thread."""
+        first = step.OPS.index("MOE")
+        ops = range(first, N_LAYERS * step.N_OPS, step.N_OPS)
+        region_us = time_us(lambda: engine.runner.run(0, 1), _STEPS_S)
+        before = lambda: engine.runner.read([others])  # noqa: E731
+        us = time_us(lambda: [engine.runner.run(at, at + 1) for at in ops], 2 * _STEPS_S, before=before)
+        return max(0.0, us / N_LAYERS - region_us)
 
     def _product(self, handles: Iterator[Any]) -> Callable[[], None]:
         cols = {id(self.tiny): self.config.hidden_size, id(self.large): self.config.hidden_size}
@@ -354,9 +363,8 @@ class _Spans:
     @staticmethod
     def _answer_us(engine: Engine) -> float:
         """What the host computes where one expert is missing, in one layer after the other, again and again."""
-        runner, config = engine._runner, engine.config
-        sequence = step.Sequence(engine._net, 64)
-        runner.begin([(sequence, 1)], np.zeros(1, np.int32), engine._rope.cos, engine._rope.sin)
+        runner, config = engine.runner, engine.config
+        engine.begin(np.zeros(1, np.int32))
         x = np.ones((1, config.hidden_size), np.float32)
         chosen = np.arange(config.num_experts_per_tok, dtype=np.int32)[None]
         external = (chosen > 0).astype(np.uint8)

@@ -36,7 +36,7 @@ def machine_figures(
     anyway: bool = False,
     beside: Engine | None = None,
 ) -> Probe | None:
-    """The figures of a team of threads and of devices, in their order; None where a device has none.
+    """The figures of a team of threads and of devices, in their order; None where one has none.
 
     threads, cpus, isa : of the team, as ``Engine`` takes them.
     anyway : measure devices without an identity too.
@@ -61,6 +61,8 @@ def machine_figures(
             return None
         of_cpu = _cpu_subject(threads, cpus, isa)
         cpu = _cpu(of_cpu, team)
+        if cpu is None:
+            return None
         found = []
         for device in devices:
             subject = _card_subject(device, of_cpu, cpu)
@@ -113,7 +115,7 @@ def _known(device: Device, subject: store.Subject) -> Speeds | None:
     return figures
 
 
-def _cpu(subject: store.Subject, team: Callable[[], Engine]) -> CpuSpeeds:
+def _cpu(subject: store.Subject, team: Callable[[], Engine]) -> CpuSpeeds | None:
     from coli.probing.host import measure_cpu
 
     threads = subject["threads"]
@@ -121,9 +123,14 @@ def _cpu(subject: store.Subject, team: Callable[[], Engine]) -> CpuSpeeds:
     if figures is not None:
         _log.info("%s (kept)", _cpu_line(threads, figures))
         return figures
-    engine, start = team(), time.perf_counter()
-    figures, read_gb_s = measure_cpu(engine)
-    give_memory_back()
+    start = time.perf_counter()
+    try:
+        figures, read_gb_s = measure_cpu(team())
+    except MemoryError:
+        _log.warning("the CPU was not measured: no memory for samples of a model")
+        return None
+    finally:
+        give_memory_back()
     _log.info("%s, a plain read %.1f GB/s; measured in %.1f s", _cpu_line(threads, figures), read_gb_s,
               time.perf_counter() - start)  # fmt: skip
     store.save(subject, figures)
@@ -135,8 +142,9 @@ def _measured_card(device: Device, beside: Engine, cpu: CpuSpeeds, subject: stor
 
     try:
         found = measure_card(device, beside, cpu)
-    except DeviceError as error:
-        _log.warning("device %d (%s) was not measured: %s", device.index, device.name, error)
+    except (DeviceError, MemoryError) as error:
+        reason = error if isinstance(error, DeviceError) else "no memory for samples of a model"
+        _log.warning("device %d (%s) was not measured: %s", device.index, device.name, reason)
         return None
     finally:
         give_memory_back()

@@ -17,8 +17,8 @@ from coli.convert.synthetic import Synthetic, SyntheticContainer, geometry
 N_LAYERS = 6  # of a block: DeltaNet, then attention
 N_DELTANET = 4
 FULL_WIDTH = 2048  # hidden_size
-_WIDTHS = (1, 2, 4, 8)  # divisors of the widths of the real model, whose own is the best ruler
-NARROWEST = _WIDTHS[-1]
+WIDTHS = (1, 2, 4, 8)  # divisors of the widths of the real model, whose own is the best ruler
+NARROWEST = WIDTHS[-1]
 _VOCAB = 256
 
 
@@ -74,7 +74,7 @@ class Samples(SyntheticContainer):
 
 def samples_for(room_bytes: int) -> Samples:
     """The widest samples that fit a room, or the narrowest."""
-    for divisor in _WIDTHS:
+    for divisor in WIDTHS:
         made = Samples(divisor)
         if sample_bytes(made) <= room_bytes:
             break

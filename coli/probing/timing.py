@@ -87,11 +87,15 @@ def apart_us(longer: Callable[[], float], shorter: Callable[[], float], budget_s
     return 1e6 * statistics.median(apart_s)
 
 
-def fitted(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    """(GB/s, latency in us) of a line through two (bytes, us), the smaller first.
+def fitted(
+    one: tuple[float, float], other: tuple[float, float], most_gb_s: float = float("inf")
+) -> tuple[float, float]:
+    """(GB/s, latency in us) of a line through two (bytes, us), the smaller first; always through the larger one.
 
-    Where the larger one took no longer, noise hides what its bytes take: it is then all latency but a hundredth.
+    Where the larger one took no longer, noise hides what its bytes take: it is then all latency but a hundredth.  Where
+    the smaller one took less than its share there is no latency, and a GB/s above ``most_gb_s`` is that.
     """
     (few, few_us), (many, many_us) = one, other
-    slope_us = max((many_us - few_us) / (many - few), many_us / many / 100)
-    return 1e-3 / slope_us, max(0.0, few_us - few * slope_us)
+    slope_us = max((many_us - few_us) / (many - few), many_us / many / 100, 1e-3 / most_gb_s)
+    slope_us = min(slope_us, many_us / many)
+    return 1e-3 / slope_us, max(0.0, many_us - many * slope_us)

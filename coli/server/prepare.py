@@ -258,7 +258,7 @@ class Preparer:
         bias = _logit_bias(request.logit_bias)
         answers = []
         for i in range(self._n(request)):
-            seed = model._seed(request.seed)
+            seed = model.seed_of(request.seed)
             if seed is not None and i:
                 seed = (seed + i) % (1 << 64)
             wanted = SamplingParams(**params, logit_bias=bias, seed=seed, logprobs=top)

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import psutil
 
 from coli._core import kernels
+from coli.threads.memory import available_bytes
 from coli.threads.topology import Topology
 
 _REPEATS = 5
@@ -32,7 +32,7 @@ def read_gb_s(topology: Topology, cpus: Sequence[int], n_threads: int | None = N
     The best of five passes: what disturbs a pass only makes it slower.
     """
     workers = list(cpus) or [-1] * (n_threads or 1)
-    part = buffer_bytes(topology, psutil.virtual_memory().available) // len(workers) // 256 * 256
+    part = buffer_bytes(topology, available_bytes()) // len(workers) // 256 * 256
     gate = threading.Barrier(len(workers))
     times: list[list[tuple[float, float]]] = [[] for _ in workers]
     failed: list[BaseException] = []

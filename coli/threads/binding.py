@@ -34,6 +34,11 @@ class Binding:
     reason: str
     warnings: tuple[str, ...] = ()
 
+    @property
+    def is_given(self) -> bool:
+        """Whether a person has said how large the team is, or where: nobody changes it then."""
+        return self.source not in ("default", "profile")
+
 
 def choose_cpus(
     topology: Topology,

@@ -33,6 +33,14 @@ class Memory:
         return min(self.available_bytes, max(0, self.limit_bytes - (self.limit_used_bytes or 0)))
 
 
+def available_bytes() -> int:
+    """What this process can have of memory now: the machine's, and no more than its cgroup leaves."""
+    import psutil
+
+    found, memory = psutil.virtual_memory().available, read_memory()
+    return found if memory.limit_bytes is None else min(found, memory.usable_bytes)
+
+
 def read_memory(root: str | Path = "/") -> Memory:
     """Read /proc/meminfo, the cgroup's memory limit and the huge page mode below ``root``; missing files count as 0."""
     root = Path(root)

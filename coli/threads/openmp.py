@@ -97,8 +97,7 @@ def _omp_places(text: str, topology: Topology, keep: frozenset[int]) -> list[Pla
     elif name == "numa_domains":
         places = [cpus for node in topology.nodes if (cpus := tuple(cpu for cpu in node.cpus if cpu in keep))]
     elif name == "ll_caches":
-        last = max((cache.level for cache in topology.caches), default=0)
-        shared = {cpu: cache.cpus for cache in topology.caches if cache.level == last for cpu in cache.cpus}
+        shared = {cpu: cache.cpus for cache in topology.last_caches for cpu in cache.cpus}
         places = _grouped((cpu for cpu in keep if cpu in shared), lambda cpu: shared[cpu])
     else:
         raise ValueError(

@@ -9,7 +9,7 @@ A *core* is named by its lowest logical CPU, a *class* by its rank, 0 the fastes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,11 +95,21 @@ class Topology:
         return tuple(cpu.index for cpu in self.cpus)
 
     @property
-    def last_caches_bytes(self) -> int:
-        """What all caches of the last level hold; 0 where the machine does not say."""
+    def last_caches(self) -> tuple[Cache, ...]:
+        """The caches of the last level that hold data; none where the machine does not say."""
         caches = [cache for cache in self.caches if cache.kind != "Instruction"]
         last = max((cache.level for cache in caches), default=0)
-        return sum(cache.size_bytes for cache in caches if cache.level == last)
+        return tuple(cache for cache in caches if cache.level == last)
+
+    @property
+    def last_caches_bytes(self) -> int:
+        """What all caches of the last level hold; 0 where the machine does not say."""
+        return self.last_caches_bytes_of(())
+
+    def last_caches_bytes_of(self, cpus: Collection[int]) -> int:
+        """What those of them hold that some of these CPUs have; of all, if there are none."""
+        reached = frozenset(cpus) or frozenset(self.online)
+        return sum(cache.size_bytes for cache in self.last_caches if reached.intersection(cache.cpus))
 
     def nodes_of(self, cpus: Iterable[int]) -> tuple[int, ...]:
         """The NUMA nodes on which ``cpus`` lie."""

@@ -232,14 +232,20 @@ def save_profile(profile: Profile, folder: Path | None = None) -> Path:
 
 
 def load_profile(machine: str, geometry: str, folder: Path | None = None) -> Profile | None:
-    """The stored profile, or None; a damaged file is one warning and counts as none."""
-    path = (profile_folder() if folder is None else folder) / f"{machine}-{geometry}.json"
+    """The stored profile, or None, also without a place for one; a damaged file is one warning and counts as none."""
+    try:
+        path = (profile_folder() if folder is None else folder) / f"{machine}-{geometry}.json"
+    except ColiError:
+        return None
     return _read_profile(path) if path.exists() else None
 
 
 def stored_profiles(machine: str | None = None, folder: Path | None = None) -> Iterator[tuple[Path, Profile]]:
     """All readable profiles, or those of one machine, by file name."""
-    folder = profile_folder() if folder is None else folder
+    try:
+        folder = profile_folder() if folder is None else folder
+    except ColiError:
+        return
     for path in sorted(folder.glob(f"{machine or '*'}-*.json")):
         profile = _read_profile(path)
         if profile is not None:

@@ -373,7 +373,7 @@ class ExpertTier:
         Experts that were there are the CPU's; the hot ones among them find other slots.  Between two steps.
         """
         card = self._cards[device]
-        segment_bytes = getattr(card.device, "slot_segment_bytes", 0)
+        segment_bytes = card.device.slot_segment_bytes
         if not segment_bytes or card.open or not card.live:
             return 0  # it cannot, or not now
         n_slots = self.residency.tables[device].n_slots

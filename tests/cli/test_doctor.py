@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
+from devices.cuda.fakes import FakeDriver, FakeNvml, install
 
 from coli.cli import doctor
 from coli.cli.doctor import examine
-from coli.cli.doctor_cards import Card, card_findings, list_cards
+from coli.cli.doctor_cards import card_findings
 from coli.cli.main import main
+from coli.devices.cuda.probe import Card, Reason, Survey, list_devices
 from coli.errors import ColiError
 from coli.threads.memory import Memory
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = json.loads((DATA / "swapped_cards.json").read_text())
+ONE = CASES["runtime_order"][:1]
+OLD = [{**ONE[0], "compute": "6.1"}]
 
 
 @pytest.fixture(autouse=True)
@@ -176,97 +179,129 @@ def test_doctor_memory_of_a_described_machine_names_the_cgroup_limit(tmp_path):
     assert "2.0 GiB are swapped out" in findings(report)
 
 
+def test_doctor_adds_up_the_caches_of_a_level_and_kind(tmp_path):
+    """Two sockets, and cores of two kinds: what all caches of a level hold, not what the last one does."""
+    caches = {
+        (0, 0): (2, "Unified", "2048K", "0"), (1, 0): (2, "Unified", "4096K", "1"),
+        (0, 1): (3, "Unified", "32768K", "0"), (1, 1): (3, "Unified", "32768K", "1"),
+    }  # fmt: skip
+    folder = tmp_path / "sys/devices/system/cpu"
+    for (cpu, index), texts in caches.items():
+        here = folder / f"cpu{cpu}/cache/index{index}"
+        here.mkdir(parents=True)
+        for name, text in zip(("level", "type", "size", "shared_cpu_list"), texts, strict=True):
+            (here / name).write_text(f"{text}\n")
+    (folder / "online").write_text("0-1\n")
+    found = examine(machine=tmp_path).facts["cpu"]["cache_bytes"]
+    assert {"L2 Unified": 6 << 20, "L3 Unified": 64 << 20} == found
+
+
 # --- cards
 
 
 def card(**changes) -> Card:
-    facts = {"nvml_index": 0, "name": "Card", "uuid": "GPU-0", "pci_bus_id": "0000:01:00.0", "total_bytes": 8 << 30,
-             "free_bytes": 7 << 30, "driver": "580.1", "capability": (8, 6), "cuda_ordinal": 0}  # fmt: skip
+    facts = {"index": 0, "cuda_ordinal": 0, "name": "Card", "uuid": "GPU-0", "pci_bus_id": "0000:01:00.0",
+             "total_bytes": 8 << 30, "free_bytes": 7 << 30, "capability": (8, 6), "driver": "580.1"}  # fmt: skip
     return Card(**{**facts, **changes})
 
 
-ALL = {"cuda-bindings": "13.5.0", "cuda-core": "1.2.2", "nvidia-cuda-nvrtc": "13.5.37"}
-
-
 @pytest.mark.parametrize(
-    ("cards", "packages", "text"),
+    ("cards", "nvml_reason", "text"),
     [
-        ([card()], ALL, ""),
-        ([card()], {}, "cuda-bindings, cuda-core, nvidia-cuda-nvrtc not installed"),
-        ([card(driver="535.2")], ALL, "driver 535.2 is older"),
-        ([card(capability=(7, 0))], ALL, "capability 7.0"),
-        ([card(cuda_ordinal=1), card(nvml_index=1, cuda_ordinal=0)], ALL, "number the cards differently"),
-        ([card(), card(nvml_index=1, name="Hidden", cuda_ordinal=None)], ALL, "CUDA does not show Hidden"),
-        ([], {}, ""),
+        ([card()], None, ""),
+        ([card(reason=Reason("old"))], None, "not used: Card (0000:01:00.0): old"),
+        ([card(reason=Reason("old")), card(index=1, cuda_ordinal=1, reason=Reason("old"))], None, "00.0): old"),
+        ([card(cuda_ordinal=1), card(index=1, cuda_ordinal=0)], None, "number the cards differently"),
+        ([card(), card(index=1, cuda_ordinal=None, name="Hidden", reason=Reason("not shown"))], None, "Hidden"),
+        ([card(free_bytes=None)], Reason("nvidia-ml-py is not installed"), "cards have CUDA's numbers"),
+        ([], Reason("nvidia-ml-py is not installed"), ""),
     ],
 )
-def test_card_fault_is_one_finding(cards, packages, text):
-    """Each thing that keeps a card from being used is one finding, and a good card none."""
-    found = card_findings(cards, packages)
+def test_card_fault_is_one_finding(cards, nvml_reason, text):
+    """Each thing that keeps cards from being used is one finding, and a good card none."""
+    found = card_findings(Survey(tuple(cards), None, nvml_reason))
     assert (len(found) == 1 and text in found[0][0]) if text else not found
 
 
-def fake_nvidia(monkeypatch: pytest.MonkeyPatch, management: list[dict], runtime: list[dict]) -> None:
-    """nvidia-ml-py and cuda.bindings with these cards in these orders."""
-    nvml = ModuleType("pynvml")
-    nvml.NVMLError = type("NVMLError", (Exception,), {})
-    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
-    nvml.nvmlSystemGetDriverVersion = lambda: b"580.159"
-    nvml.nvmlDeviceGetCount = lambda: len(management)
-    nvml.nvmlDeviceGetHandleByIndex = lambda index: management[index]
-    nvml.nvmlDeviceGetName = lambda handle: handle["name"].encode()
-    nvml.nvmlDeviceGetUUID = lambda handle: handle["uuid"]
-    nvml.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(busId=handle["pci"])
-    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(total=handle["total"], free=handle["free"])
-    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: [int(n) for n in handle["compute"].split(".")]
-    ok = SimpleNamespace(name="CUDA_SUCCESS")
-    driver = SimpleNamespace(
-        CUresult=SimpleNamespace(CUDA_SUCCESS=ok),
-        cuInit=lambda flags: (ok,),
-        cuDeviceGetCount=lambda: (ok, len(runtime)),
-        cuDeviceGet=lambda ordinal: (ok, ordinal),
-        cuDeviceGetUuid=lambda device: (
-            ok,
-            SimpleNamespace(bytes=bytes.fromhex(runtime[device]["uuid"][4:].replace("-", ""))),
-        ),
-    )
-    bindings = ModuleType("cuda.bindings")
-    bindings.driver = driver
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+def test_card_reason_carries_its_advice():
+    """What stands behind "; " is the advice, and what has none says that coli goes on."""
+    found = [card(reason=Reason("no compiler; pip install one")), card(reason=Reason("too old"))]
+    assert [
+        ("not used: Card (0000:01:00.0): no compiler", "pip install one"),
+        ("not used: Card (0000:01:00.0): too old", "coli goes on without it"),
+    ] == card_findings(Survey(tuple(found), found[0].reason, None))
 
 
-def test_cards_are_listed_in_both_orders_joined_by_uuid(monkeypatch):
+@pytest.fixture
+def nvidia(monkeypatch: pytest.MonkeyPatch):
+    """``nvidia(driver, nvml)`` puts stand-ins in the place of the NVIDIA packages, None: not installed."""
+    pytest.importorskip("cuda.bindings")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that what coli sets is taken back
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda driver, nvml: install(monkeypatch, driver, nvml)
+
+
+def cards_report() -> doctor.Report:
+    """The section of the cards alone."""
+    report = doctor.Report()
+    doctor._cards(report)
+    json.dumps(report.facts)
+    return report
+
+
+def test_cards_are_listed_in_both_orders_joined_by_uuid(monkeypatch, nvidia):
     """C07: name, free bytes and both numbers of a line belong to one card."""
-    fake_nvidia(monkeypatch, CASES["management_order"], CASES["runtime_order"])
-    cards, reason = list_cards()
-    assert None is reason
-    for found in cards:
-        assert CASES["expect"][f"management {found.nvml_index}"] == found.uuid
-        assert CASES["expect"][f"runtime {found.cuda_ordinal}"] == found.uuid
-        told = next(one for one in CASES["management_order"] if one["uuid"] == found.uuid)
-        assert (told["name"], told["free"], told["pci"]) == (found.name, found.free_bytes, found.pci_bus_id)
-    assert "580.159" == cards[0].driver
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    nvidia(FakeDriver(CASES["runtime_order"]), FakeNvml(CASES["management_order"], release=b"580.159"))
+    report = cards_report()
+    for found in report.facts["cards"]["cards"]:
+        assert CASES["expect"][f"management {found['index']}"] == found["uuid"]
+        assert CASES["expect"][f"runtime {found['cuda_ordinal']}"] == found["uuid"]
+        told = next(one for one in CASES["management_order"] if one["uuid"] == found["uuid"])
+        assert (told["name"], told["free"], told["pci"]) == (found["name"], found["free_bytes"], found["pci_bus_id"])
+    assert (
+        "0 (CUDA 1): Card B (slow, 8 GiB), GPU-bbbbbbbb-0000-0000-0000-000000000002, 0000:21:00.0, 5.1 of 8.0 GiB "
+        "free, driver 580.159, capability 7.5; usable"
+    ) == report.lines["cards"][0]
+    assert "number the cards differently" in findings(report)
 
 
-def test_cards_without_driver_are_a_reason_not_an_error(monkeypatch):
-    """nvidia-ml-py without a driver says why there is no card."""
-    fake_nvidia(monkeypatch, [], [])
-    nvml = sys.modules["pynvml"]
+def test_cards_are_numbered_as_coli_will_number_them(nvidia):
+    """Without an order of the user's, doctor sees the one that coli sets: no finding about it, and the same numbers."""
 
-    def fail():
-        raise nvml.NVMLError("NVML Shared Library Not Found")
+    class Ordered(FakeDriver):
+        def cuInit(self, flags):
+            self.cards = CASES["management_order" if os.environ.get("CUDA_DEVICE_ORDER") else "runtime_order"]
+            return super().cuInit(flags)
 
-    nvml.nvmlInit = fail
-    assert ([], "no NVIDIA driver answers (NVML Shared Library Not Found)") == list_cards()
+    nvidia(Ordered(), FakeNvml(CASES["management_order"]))
+    report = cards_report()
+    told = [(one["cuda_ordinal"], one["uuid"]) for one in report.facts["cards"]["cards"]]
+    assert [(device.card.cuda_ordinal, device.uuid) for device in list_devices()] == told
+    assert [] == report.findings
 
 
-def test_cards_without_package_are_a_reason_not_an_error(monkeypatch):
-    """Without nvidia-ml-py there is no list, and the line says so."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert ([], "nvidia-ml-py is not installed") == list_cards()
+@pytest.mark.parametrize(
+    ("driver", "nvml", "line", "finding"),
+    [
+        (None, None, "none: cuda-python is not installed", ""),
+        (None, FakeNvml(ONE), "cuda-python is not installed", "-> pip install 'coli[cuda]'"),
+        (FakeDriver(init=100), FakeNvml(broken=True), "none: no card", ""),
+        (FakeDriver(init=100), None, "none: no card", ""),
+        (FakeDriver(ONE, version=12080), FakeNvml(ONE), "offers CUDA 12.8; driver 580", "-> driver 580 or newer is"),
+        (FakeDriver(ONE, version=12080), None, "none: the NVIDIA driver offers CUDA 12.8", ""),
+        (FakeDriver(OLD), FakeNvml(OLD), "compute capability 6.1, 7.5 is the least that works", "goes on without it"),
+        (FakeDriver(ONE), None, "? of 8.0 GiB free, driver CUDA 13.0, capability 8.6; usable", "have CUDA's numbers"),
+        (FakeDriver(ONE), FakeNvml(broken=True), "capability 8.6; usable", "NVML does not answer (Driver Not Loaded)"),
+    ],
+)
+def test_cards_that_cannot_be_used_say_why(nvidia, driver, nvml, line, finding):
+    """No package or driver, too old a driver or card, no NVML: a line says so, and a finding where there is a card."""
+    nvidia(driver, nvml)
+    report = cards_report()
+    assert line in report.lines["cards"][0]
+    assert finding in findings(report) if finding else not report.findings
 
 
 # --- a model

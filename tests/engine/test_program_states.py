@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -266,9 +267,10 @@ def test_team_that_leaves_cpus_answers_alike(load, cpu, card):
     ("threads", "n_free", "host_cpus", "expected"),
     [(16, 0, 2, 2), (16, 1, 2, 1), (16, 8, 2, 0), (16, 0, 0, 0), (4, 0, 2, 1), (2, 0, 2, 0)],
 )
-def test_cpus_are_left_to_a_card_where_nobody_else_has_them(threads, n_free, host_cpus, expected):
+def test_cpus_are_left_to_a_card_where_nobody_else_has_them(monkeypatch, threads, n_free, host_cpus, expected):
     """As many as the card's driver wants and are not free anyway, and never more than a quarter of the team."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(threads + n_free)), raising=False)
     device = FakeDevice(MiB)
     device.host_cpus = host_cpus
-    assert cpus_to_leave(threads, n_free, [device]) == expected
-    assert cpus_to_leave(threads, n_free, []) == 0
+    assert cpus_to_leave(threads, range(threads), [device]) == expected
+    assert cpus_to_leave(threads, range(threads), []) == 0

@@ -158,8 +158,8 @@ def test_two_runners_of_one_team_compute_the_same(engine):
 
     def both(job):
         found = []
-        for runner in (engine._runner, step.Runner(engine._net, engine.team)):
-            sequence, out = step.Sequence(engine._net, 64), np.zeros((1, engine._padded_vocab), np.float32)
+        for runner in (engine.runner, step.Runner(engine._net, engine.team)):
+            sequence, out = step.Sequence(engine._net, 64), np.zeros((1, engine.padded_vocab), np.float32)
             runner.begin([(sequence, 1)], np.array([5], np.int32), engine._rope.cos, engine._rope.sin)
             runner.run(0, runner.n_ops)
             runner.head((0,), out)

@@ -267,7 +267,7 @@ def test_error_between_question_and_answer_abandons_the_run(load, cpu, experts):
     session.prefill(IDS[:20])
     reference.prefill(IDS[:20])
     engine = model.engine
-    real = engine._runner
+    real = engine.runner
 
     class Broken:
         """A runner that cannot get memory in the middle of a step."""
@@ -283,10 +283,10 @@ def test_error_between_question_and_answer_abandons_the_run(load, cpu, experts):
                 raise MemoryError("no room")
             real.moe(*arguments)
 
-    engine._runner = Broken()
+    engine.runner = Broken()
     with pytest.raises(MemoryError):
         session.step(1)
-    engine._runner = real
+    engine.runner = real
     assert ("abandon",) in device.calls and device._run is None
     assert not any(card.open for card in model.placed.tier._cards)
     assert_same_bits(session.step(5), reference.step(5), "after the error")
@@ -407,7 +407,7 @@ def test_moe_of_given_rows_is_the_steps_own(cpu):
 
     def both(job):
         for n in (1, 7):
-            runner, sequence = engine._runner, step.Sequence(engine._net, 64)
+            runner, sequence = engine.runner, step.Sequence(engine._net, 64)
             runner.begin([(sequence, n)], IDS[:n].astype(np.int32), engine._rope.cos, engine._rope.sin)
             moe = 2 * step.N_OPS + step.OPS.index("MOE")
             runner.run(0, moe)

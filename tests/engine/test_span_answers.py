@@ -19,7 +19,7 @@ def test_cpu_is_asked_only_for_what_no_device_has(load, cpu, shexp, asked_of_cpu
     model = load(FakeDevice(64 * MiB, name="a"), FakeDevice(64 * MiB, name="b"), place=place)
     session, reference = model.session(), cpu.session()
     assert_same_bits(session.prefill(IDS), reference.prefill(IDS), "a prompt")
-    real = model.engine._runner
+    real = model.engine.runner
 
     class Counting:
         calls = 0
@@ -31,8 +31,8 @@ def test_cpu_is_asked_only_for_what_no_device_has(load, cpu, shexp, asked_of_cpu
             Counting.calls += 1
             real.moe(*arguments)
 
-    model.engine._runner = Counting()
+    model.engine.runner = Counting()
     assert_same_bits(session.step(1), reference.step(1), "a token")
-    model.engine._runner = real
+    model.engine.runner = real
     assert asked_of_cpu == Counting.calls
     assert 0 == model.stats()["tier"]["misses"]

@@ -206,7 +206,7 @@ def test_error_of_the_cpu_ends_the_stream_first(load, expected, half):
     engine = model.engine
     session = model.session()
     session.prefill(IDS[:20])
-    real = engine._runner
+    real = engine.runner
 
     class Broken:
         """A runner that has no memory."""
@@ -217,9 +217,9 @@ def test_error_of_the_cpu_ends_the_stream_first(load, expected, half):
         def moe(self, *arguments):
             raise MemoryError("no room")
 
-    engine._runner = Broken()
+    engine.runner = Broken()
     with pytest.raises(MemoryError):
         session.prefill(IDS[21:30])
-    engine._runner = real
+    engine.runner = real
     assert device.stream is None and device.calls[-1] == ("abandon",) and device._run is None
     assert_same_bits(session.prefill(IDS[20:21]), expected[1], "after the error")

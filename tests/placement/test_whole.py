@@ -31,6 +31,23 @@ def test_state_vectors_and_keys_of_the_35b():
     assert {} == whole_layer_bytes(SHAPE, "experts=0", 1, 10**9)
 
 
+@pytest.mark.parametrize(
+    "place, kinds",
+    [
+        ("off", ([], [])),
+        ("auto:time", (["dnproj", "attnproj"],) * 2),
+        ("dnproj=cpu,dnout=cpu,attnproj=cpu,experts=0", ([], [])),
+        ("dnproj=0,dnout=0,attnproj=0,experts=1", (["dnproj", "attnproj"], [])),
+        ("dnproj=0,dnout=1,attnproj=0:20+1:20", (["attnproj"], ["attnproj"])),
+        ("lmhead=0,dnproj=0:20+1:20,dnout=0:20+1:20,experts=0", (["dnproj"], ["dnproj"])),
+    ],
+)
+def test_only_cards_that_may_hold_a_kind_whole_pay_for_it(place, kinds):
+    """A list decides for each device by itself, and a name that it puts on the CPU is on no device."""
+    found = tuple(list(whole_layer_bytes(SHAPE, place, 8192, 10**9, device)) for device in range(2))
+    assert kinds == found
+
+
 def test_no_kind_takes_more_than_a_sixteenth():
     """A small card keeps its room for weights; of a long context, only so much as fits has room for its keys."""
     tiny, small, large = (

@@ -125,7 +125,6 @@ def without(fields: dict, *names: str) -> dict:
     [
         lambda text: "{",
         lambda text: "[]",
-        lambda text: json.dumps(json.loads(text) | {"version": 0}),
         lambda text: json.dumps(json.loads(text) | {"of": {"kind": "card", "uuid": "GPU-9"}}),
         lambda text: json.dumps(json.loads(text) | {"figures": {}}),
         lambda text: text.replace('"cut_us"', '"other_us"'),
@@ -154,6 +153,19 @@ def test_file_that_is_damaged_or_of_something_else_is_one_line_and_measured_anew
     assert store.load(json.loads(path.read_text())["of"]) == CARD, "what was measured has replaced it"
 
 
+def test_figures_of_an_older_version_are_measured_anew_without_a_warning(
+    measured_cpus, measured_cards, own_cache, caplog
+):
+    """An update of coli is nobody's fault."""
+    machine_figures([card()], 2)
+    figures._of_objects.clear()
+    (path,) = own_cache.glob("card-*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
+    machine_figures([card()], 2)
+    assert ["A", "A"] == measured_cards
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_forget_says_what_it_cannot_remove(measured_cpus, measured_cards, own_cache, caplog):
     """A folder where a file should be: one warning, and everything is measured anew all the same."""
     own_cache.mkdir(parents=True)
@@ -175,14 +187,3 @@ def test_cache_that_cannot_be_written_is_one_line(measured_cpus, measured_cards,
     own_cache.write_text("a file where a folder should be")
     assert machine_figures([card()], 2) is not None
     assert "cannot be written" in caplog.text
-
-
-def test_cpu_is_measured_with_the_engines_own_step():
-    """Narrow samples, one thread: every figure is a number that a prediction can count with."""
-    samples = Samples(NARROWEST)
-    engine = Engine(samples, threads=1)
-    cpu, read_gb_s = host.measure_cpu(engine, divisor=8)
-    engine.close()
-    samples.close()
-    assert read_gb_s > 0.1 and cpu.matrix.gb_s > 0.1 and cpu.experts.gb_s > 0.1 and cpu.state_gb_s > 0.1
-    assert 0 < cpu.region_us < 1e5

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coli.errors import ColiError
 from coli.threads.openmp import assign, bind_policy, num_threads, places_of, thread_places
-from coli.threads.topology import read_topology
+from coli.threads.topology import Cache, flat_topology, read_topology
 
 from .conftest import two_nodes
 
@@ -60,6 +62,15 @@ def test_places_of_sockets_and_caches(machine):
     groups = ((0, 1, 4, 5), (2, 3, 6, 7))
     for name in ("sockets", "ll_caches", "numa_domains"):
         assert groups == places_of({"OMP_PLACES": name}, topology, range(8))
+
+
+def test_places_of_the_last_caches_are_those_of_data():
+    """Where the last level has a cache of instructions that more CPUs share, the data caches make the places."""
+    data = [Cache(1, "Data", 16 << 10, (cpu,)) for cpu in range(4)]
+    instructions = [Cache(1, "Instruction", 64 << 10, cpus) for cpus in ((0, 1), (2, 3))]
+    topology = replace(flat_topology(4), caches=(*data, *instructions))
+    assert one_each(0, 1, 2, 3) == places_of({"OMP_PLACES": "ll_caches"}, topology, range(4))
+    assert 4 * (16 << 10) == topology.last_caches_bytes
 
 
 @pytest.mark.parametrize(("name", "first"), [("smt_adjacent_4c", (0, 1, 2, 3)), ("smt_split_12c", (0, 12, 1, 13))])

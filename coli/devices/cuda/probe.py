@@ -1,4 +1,4 @@
-"""Which NVIDIA cards can be used here, numbered as nvidia-smi numbers them; or the one reason why there are none.
+"""The NVIDIA cards of this machine, numbered as nvidia-smi numbers them, each with the reason why it cannot be used.
 
 CUDA numbers cards by speed unless CUDA_DEVICE_ORDER says otherwise, and CUDA_VISIBLE_DEVICES hides and renames them;
 NVML (nvidia-ml-py) numbers them as nvidia-smi does.  So the two lists are joined by UUID, and everybody outside
@@ -8,7 +8,8 @@ this folder sees NVML's number, one card's name and that card's bytes.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from coli.log import logger
@@ -22,20 +23,21 @@ MIN_CAPABILITY = (7, 5)  # the oldest that NVRTC 13 compiles for: Turing
 
 
 class Reason(str):
-    """Why there is no card, in half a line."""
+    """Why a card, or every card, is not used: half a line; behind the last "; " what to do, where that is known."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """One usable card.
+    """One card, usable where it has no ``reason``.
 
     index : as nvidia-smi prints it; CUDA's ordinal where NVML does not know the card.
-    cuda_ordinal : CUDA's number for it in this process.   free_bytes : None where NVML did not say.
+    cuda_ordinal : CUDA's number for it in this process; None where CUDA does not show it.
+    free_bytes : None where NVML did not say.
     driver : the driver's version as nvidia-smi prints it; "CUDA 13.0", what it offers, where NVML did not say.
     """
 
     index: int
-    cuda_ordinal: int
+    cuda_ordinal: int | None
     name: str
     uuid: str
     pci_bus_id: str
@@ -43,11 +45,25 @@ class Card:
     free_bytes: int | None
     capability: tuple[int, int]
     driver: str
+    reason: Reason | None = None
 
     @property
     def arch(self) -> str:
         """The architecture that its kernels are compiled for, such as "sm_90"."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All cards by index, usable or not.
+
+    reason : why none can be used; None where one can.
+    nvml_reason : why NVML could not be asked, so that cards have CUDA's numbers; None where it answered.
+    """
+
+    cards: tuple[Card, ...]
+    reason: Reason | None
+    nvml_reason: Reason | None
 
 
 def list_devices() -> list[CudaDevice]:
@@ -63,43 +79,166 @@ def list_devices() -> list[CudaDevice]:
 
 def probe_cuda() -> list[Card] | Reason:
     """The usable cards by index, or why there are none.  Makes no context."""
+    found = survey()
+    if found.reason is not None:
+        return found.reason
+    log = logger("cuda")
+    if found.nvml_reason is not None:
+        log.info("%s: cards are numbered as CUDA numbers them", found.nvml_reason)
+    for card in found.cards:
+        if card.reason is not None and card.cuda_ordinal is not None:  # what the user has hidden is no news to him
+            log.info("%s (%s) is left out: %s", card.name, card.pci_bus_id, card.reason)
+    return [card for card in found.cards if card.reason is None]
+
+
+def survey() -> Survey:
+    """Every card that NVML or CUDA lists.  Makes no context, raises nothing."""
     # One order for both sides where the user has none of his own; a value that he set is kept and translated.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    managed, nvml_reason = _ask_nvml()
+    shown, cuda_reason = _ask_cuda(has_driver=bool(managed))
+    unseen = {card.uuid: card for card in managed}
+    cards = []
+    for card in shown:
+        known = unseen.pop(card.uuid, None)
+        if known is not None:
+            card = replace(card, index=known.index, free_bytes=known.free_bytes, driver=known.driver)
+        cards.append(replace(card, reason=cuda_reason or _too_old(card)))
+    hidden = cuda_reason or Reason(f"CUDA does not show it{_visible()}")
+    cards += [replace(card, reason=hidden) for card in unseen.values()]
+    reason = None
+    if all(card.reason is not None for card in cards):
+        old = next((card for card in cards if card.cuda_ordinal is not None), None)
+        reason = cuda_reason or Reason(f"no card{_visible()}" if old is None else f"{old.name}: {old.reason}")
+    return Survey(tuple(sorted(cards, key=lambda card: card.index)), reason, nvml_reason)
+
+
+def nvml_free_bytes(uuid: str) -> int | None:
+    """Free bytes of a card as NVML sees them now, without a context; None where it cannot be asked."""
+    return next((card.free_bytes for card in _ask_nvml()[0] if card.uuid == uuid), None)
+
+
+def _visible() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
+
+
+def _too_old(card: Card) -> Reason | None:
+    if card.capability >= MIN_CAPABILITY:
+        return None
+    return Reason(f"compute capability {card.capability[0]}.{card.capability[1]}, 7.5 is the least that works")
+
+
+# ---- NVML ------------------------------------------------------------------------------------------------
+
+
+def _ask_nvml() -> tuple[list[Card], Reason | None]:
+    """The cards as NVML knows them, without CUDA's numbers; or none and why it cannot be asked."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            return [_nvml_card(pynvml, index, driver) for index in range(pynvml.nvmlDeviceGetCount())], None
+        finally:
+            pynvml.nvmlShutdown()
+    except ImportError:
+        return [], Reason("nvidia-ml-py is not installed")
+    except Exception as error:  # NVMLError, or an OSError of its loader; a driver without NVML is still a driver
+        return [], Reason(f"NVML does not answer ({error})")
+
+
+def _nvml_card(pynvml: Any, index: int, driver: str) -> Card:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    domain, _, address = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    return Card(
+        index,
+        None,
+        _text(pynvml.nvmlDeviceGetName(handle)),
+        _text(pynvml.nvmlDeviceGetUUID(handle)),
+        f"{int(domain, 16):04x}:{address}",  # CUDA writes four digits, NVML eight
+        int(memory.total),
+        int(memory.free),
+        tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        driver,
+    )
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------
+
+
+class _Refused(Exception):
+    """A call of the driver did not succeed; the name of its code."""
+
+
+def _ask_cuda(has_driver: bool) -> tuple[list[Card], Reason | None]:
+    """The cards that CUDA shows, by its own numbers and without free bytes; and why none of them can be used.
+
+    has_driver : NVML has found cards, so that a missing library is not a missing driver.
+    """
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        return Reason(f"cuda-python is not installed ({error}); pip install 'coli[cuda]'")
+        return [], Reason(f"cuda-python is not installed ({error}); pip install 'coli[cuda]'")
     try:
         code = driver.cuInit(0)[0]
         if code == driver.CUresult.CUDA_ERROR_NO_DEVICE:
-            return _no_card()
+            return [], None
         if code != driver.CUresult.CUDA_SUCCESS:
-            return Reason(f"the NVIDIA driver does not start ({code.name})")
-        version = int(driver.cuDriverGetVersion()[1])
+            return [], Reason(f"the NVIDIA driver does not start ({code.name}); nvidia-smi may say why")
+        version = int(_value(driver, driver.cuDriverGetVersion()))
+        if version < MIN_CUDA:
+            offered = _cuda_text(version)
+            return [], Reason(f"the NVIDIA driver offers {offered}; driver {MIN_DRIVER} or newer is needed")
+        return list(_cuda_cards(driver, version)), _missing_compiler()
+    except _Refused as refused:
+        return [], Reason(f"the NVIDIA driver does not list its cards ({refused}); nvidia-smi may say why")
     except RuntimeError:  # the bindings raise a kind of it where libcuda is missing
-        return Reason("no NVIDIA driver")
-    if version < MIN_CUDA:
-        return Reason(f"the NVIDIA driver offers {_cuda_text(version)}; driver {MIN_DRIVER} or newer is needed")
-    missing = _missing_compiler()
-    if missing is not None:
-        return missing
-    found = _cuda_cards(driver, version)
-    usable = [card for card in found if card.capability >= MIN_CAPABILITY]
-    for card in found:
-        if card not in usable and usable:
-            logger("cuda").info("%s (%s) is left out: %s", card.name, card.pci_bus_id, _too_old(card))
-    if not found:
-        return _no_card()
-    return sorted(usable, key=lambda card: card.index) or Reason(f"{found[0].name}: {_too_old(found[0])}")
+        if has_driver:
+            return [], Reason("there is no libcuda; a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+        return [], Reason("no NVIDIA driver")
 
 
-def _no_card() -> Reason:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return Reason("no card" if visible is None else f"no card with CUDA_VISIBLE_DEVICES={visible!r}")
+def _cuda_cards(driver: Any, version: int) -> Iterator[Card]:
+    """Every card whose queries succeed.   version : the driver's, as CUDA says it."""
+    for ordinal in range(int(_value(driver, driver.cuDeviceGetCount()))):
+        try:
+            yield _cuda_card(driver, ordinal, version)
+        except _Refused as refused:
+            logger("cuda").info("CUDA's card %d does not say what it is (%s)", ordinal, refused)
 
 
-def _too_old(card: Card) -> str:
-    return f"compute capability {card.capability[0]}.{card.capability[1]}, 7.5 is the least that works"
+def _cuda_card(driver: Any, ordinal: int, version: int) -> Card:
+    attribute = driver.CUdevice_attribute
+    device = _value(driver, driver.cuDeviceGet(ordinal))
+    major, minor = (
+        int(_value(driver, driver.cuDeviceGetAttribute(which, device)))
+        for which in (
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+    )
+    return Card(
+        ordinal,
+        ordinal,
+        _text(_value(driver, driver.cuDeviceGetName(128, device))),
+        uuid_text(bytes(_value(driver, driver.cuDeviceGetUuid(device)).bytes)),
+        _text(_value(driver, driver.cuDeviceGetPCIBusId(32, device))).lower(),
+        int(_value(driver, driver.cuDeviceTotalMem(device))),
+        None,
+        (major, minor),
+        _cuda_text(version),
+    )
+
+
+def _value(driver: Any, answer: tuple[Any, Any]) -> Any:
+    """The value of a (code, value) of the driver's.  Raises _Refused."""
+    code, value = answer
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise _Refused(code.name)
+    return value
 
 
 def _missing_compiler() -> Reason | None:
@@ -120,64 +259,7 @@ def _cuda_text(version: int) -> str:
     return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
-def _cuda_cards(driver: Any, version: int) -> list[Card]:
-    """What CUDA shows, joined with NVML by UUID.   version : the driver's, as CUDA says it."""
-    release, managed = _ask_nvml()
-    attribute = driver.CUdevice_attribute
-    cards = []
-    for ordinal in range(int(driver.cuDeviceGetCount()[1])):
-        code, device = driver.cuDeviceGet(ordinal)
-        if code != driver.CUresult.CUDA_SUCCESS:
-            continue
-        uuid = uuid_text(bytes(driver.cuDeviceGetUuid(device)[1].bytes))
-        index, free_bytes = managed.get(uuid, (ordinal, None))
-        major = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)[1]
-        minor = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)[1]
-        cards.append(
-            Card(
-                index,
-                ordinal,
-                _text(driver.cuDeviceGetName(128, device)[1]),
-                uuid,
-                _text(driver.cuDeviceGetPCIBusId(32, device)[1]).lower(),
-                int(driver.cuDeviceTotalMem(device)[1]),
-                free_bytes,
-                (int(major), int(minor)),
-                release or _cuda_text(version),
-            )
-        )
-    return cards
-
-
-def _ask_nvml() -> tuple[str | None, dict[str, tuple[int, int]]]:
-    """The driver's version and {uuid: (index, free bytes)}; None and nothing where NVML cannot be asked."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except ImportError:
-        logger("cuda").info("nvidia-ml-py is not installed: cards are numbered as CUDA numbers them")
-        return None, {}
-    except Exception as error:  # NVMLError, or an OSError of its loader; a driver without NVML is still a driver
-        logger("cuda").info("NVML does not answer (%s): cards are numbered as CUDA numbers them", error)
-        return None, {}
-    try:
-        release = _text(pynvml.nvmlSystemGetDriverVersion())
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return release, {
-            _text(pynvml.nvmlDeviceGetUUID(handle)): (index, int(pynvml.nvmlDeviceGetMemoryInfo(handle).free))
-            for index, handle in enumerate(handles)
-        }
-    except pynvml.NVMLError as error:
-        logger("cuda").info("NVML does not answer (%s): cards are numbered as CUDA numbers them", error)
-        return None, {}
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def nvml_free_bytes(uuid: str) -> int | None:
-    """Free bytes of a card as NVML sees them now, without a context; None where it cannot be asked."""
-    return _ask_nvml()[1].get(uuid, (0, None))[1]
+# ---- both ------------------------------------------------------------------------------------------------
 
 
 def _text(value: str | bytes) -> str:

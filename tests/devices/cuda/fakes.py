@@ -290,8 +290,17 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetHandleByIndex(self, index):
         return self.cards[index]
 
+    def nvmlDeviceGetName(self, card):
+        return card["name"].encode()
+
     def nvmlDeviceGetUUID(self, card):
         return card["uuid"]
+
+    def nvmlDeviceGetPciInfo(self, card):
+        return types.SimpleNamespace(busId=f"0000{card['pci'].upper()}".encode())
+
+    def nvmlDeviceGetCudaComputeCapability(self, card):
+        return [int(part) for part in card["compute"].split(".")]
 
     def nvmlDeviceGetMemoryInfo(self, card):
         return types.SimpleNamespace(free=card["free"], total=card["total"])

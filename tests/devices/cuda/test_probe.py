@@ -1,4 +1,4 @@
-"""coli.devices.cuda.probe: every reason for "no card", and the join of CUDA's order with nvidia-smi's."""
+"""coli.devices.cuda.probe: every reason why a card is not used, and the join of CUDA's order with nvidia-smi's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import logging
 from pathlib import Path
 
 import pytest
-from devices.cuda.fakes import FakeDriver, FakeNvml, install
+from devices.cuda.fakes import CUresult, FakeDriver, FakeNvml, install
 
 from coli.devices.cuda import probe
 from coli.devices.cuda.device import CONTEXT_BYTES
 
-SWAPPED = json.loads((Path(__file__).parent / "data" / "swapped_order.json").read_text())
+SWAPPED = json.loads((Path(__file__).parents[2] / "data" / "swapped_cards.json").read_text())
 ONE = [SWAPPED["runtime_order"][0]]
 
 
@@ -47,7 +47,7 @@ def test_probe_no_driver_library_is_no_driver(monkeypatch):
     [
         (FakeDriver(init=100), "no card"),
         (FakeDriver([]), "no card"),
-        (FakeDriver(ONE, init=719), "the NVIDIA driver does not start (CUDA_ERROR_LAUNCH_FAILED)"),
+        (FakeDriver(ONE, init=719), "driver does not start (CUDA_ERROR_LAUNCH_FAILED); nvidia-smi may say why"),
         (FakeDriver(ONE, version=12080), "the NVIDIA driver offers CUDA 12.8; driver 580 or newer is needed"),
         (FakeDriver([{**ONE[0], "compute": "6.1"}]), "compute capability 6.1, 7.5 is the least that works"),
     ],
@@ -129,6 +129,100 @@ def test_probe_old_card_beside_a_usable_one_is_left_out(monkeypatch, caplog):
         cards = probe.probe_cuda()
     assert [card.uuid for card in cards] == [ONE[0]["uuid"]]
     assert f"{old['name']} ({old['pci']}) is left out: compute capability 6.1" in caplog.text
+
+
+def reasons(found: probe.Survey) -> list[str | None]:
+    return [card.reason for card in found.cards]
+
+
+def no_library(flags):
+    raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 12080}, "the NVIDIA driver offers CUDA 12.8; driver 580 or newer is needed"),
+        ({"init": 719}, "the NVIDIA driver does not start (CUDA_ERROR_LAUNCH_FAILED); nvidia-smi may say why"),
+        ({"init": 100}, "CUDA does not show it"),
+        ({"cuInit": no_library}, "there is no libcuda; a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
+        (None, "cuda-python is not installed"),
+    ],
+)
+def test_survey_without_cuda_is_nvmls_cards_with_the_reason(monkeypatch, changes, reason):
+    """What keeps CUDA from showing any card is said of each that NVML knows, with all that NVML knows of it."""
+    driver = None
+    if changes is not None:
+        library = {name: changes.pop(name) for name in ["cuInit"] if name in changes}
+        driver = FakeDriver(SWAPPED["runtime_order"], **changes)
+        vars(driver).update(library)
+    install(monkeypatch, driver, FakeNvml(SWAPPED["management_order"]))
+    found = probe.survey()
+    for index, (card, wanted) in enumerate(zip(found.cards, SWAPPED["management_order"], strict=True)):
+        assert (card.index, card.cuda_ordinal, card.driver) == (index, None, "580.65.06")
+        assert (card.name, card.uuid, card.pci_bus_id) == (wanted["name"], wanted["uuid"], wanted["pci"])
+        assert (card.total_bytes, card.free_bytes) == (wanted["total"], wanted["free"])
+        assert ".".join(map(str, card.capability)) == wanted["compute"]
+        assert card.reason.startswith(reason)
+    assert found.reason is not None and found.nvml_reason is None
+
+
+def test_survey_gives_each_card_its_own_reason(monkeypatch):
+    """A usable card, one that is too old and one that CUDA hides, each by nvidia-smi's number."""
+    hidden, good = SWAPPED["management_order"]
+    old = {**good, "name": "Old", "uuid": "GPU-cccccccc-0000-0000-0000-000000000003", "compute": "6.1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    install(monkeypatch, FakeDriver([old, good]), FakeNvml([hidden, good, old]))
+    found = probe.survey()
+    assert [(card.index, card.cuda_ordinal, card.name) for card in found.cards] == [
+        (0, None, hidden["name"]), (1, 1, good["name"]), (2, 0, "Old"),
+    ]  # fmt: skip
+    assert reasons(found) == [
+        "CUDA does not show it with CUDA_VISIBLE_DEVICES='2,1'",
+        None,
+        "compute capability 6.1, 7.5 is the least that works",
+    ]
+    assert found.reason is None
+
+
+def test_survey_of_a_driver_that_refuses_to_list_is_a_reason(monkeypatch):
+    """The bindings answer a code and no value: neither is taken for a number of cards."""
+    driver = FakeDriver(ONE)
+    driver.cuDeviceGetCount = lambda: (CUresult.CUDA_ERROR_INVALID_VALUE, None)
+    install(monkeypatch, driver, FakeNvml(ONE))
+    reason = "the NVIDIA driver does not list its cards (CUDA_ERROR_INVALID_VALUE); nvidia-smi may say why"
+    found = probe.survey()
+    assert (reasons(found), found.reason) == ([reason], reason)
+
+
+@pytest.mark.parametrize("query", ["cuDeviceGet", "cuDeviceGetUuid", "cuDeviceTotalMem"])
+def test_survey_of_a_card_that_does_not_answer_keeps_the_others(monkeypatch, query):
+    """A card whose query fails is not shown by CUDA; NVML's facts of it stay."""
+    broken, good = SWAPPED["management_order"]
+    driver = FakeDriver([broken, good])
+    answer = getattr(driver, query)
+    setattr(driver, query, lambda which: (CUresult.CUDA_ERROR_INVALID_VALUE, None) if which == 0 else answer(which))
+    install(monkeypatch, driver, FakeNvml([broken, good]))
+    found = probe.survey()
+    assert [(card.name, card.cuda_ordinal) for card in found.cards] == [(broken["name"], None), (good["name"], 1)]
+    assert reasons(found) == ["CUDA does not show it", None]
+
+
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetMemoryInfo", "nvmlShutdown"])
+def test_survey_survives_any_error_of_nvml(monkeypatch, call):
+    """Wherever NVML fails, CUDA's cards are there with CUDA's numbers, and why is said."""
+    nvml = FakeNvml(ONE)
+
+    def fail(*arguments):
+        raise nvml.NVMLError("GPU is lost")
+
+    setattr(nvml, call, fail)
+    install(monkeypatch, FakeDriver(ONE), nvml)
+    found = probe.survey()
+    assert [(card.index, card.free_bytes, card.driver, card.reason) for card in found.cards] == [
+        (0, None, "CUDA 13.0", None)
+    ]
+    assert found.nvml_reason == "NVML does not answer (GPU is lost)"
 
 
 def test_list_devices_off_says_one_line(monkeypatch, caplog):
