@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,7 @@ from coli.tier.heatfile import HeatFile, HeatShape
 from coli.tier.residency import ON_CPU
 
 if TYPE_CHECKING:
+    from coli.config import ModelConfig
     from coli.container.reader import Container, Slabs
     from coli.engine.session import Engine
 
@@ -247,6 +247,16 @@ def _heat_file(container: Container, heat: str | Path | None, has_devices: bool)
     return HeatFile(folder / f"{model}.json", shape, by_hand=False)
 
 
+def span_bytes_of(device: Any, config: ModelConfig, kv_dtype: str) -> int | None:
+    """What runs of a model's layers take of a device beside the weights, at most; None where it takes no runs.
+
+    device : a Device, or the class of one.
+    """
+    if getattr(device, "span_bytes", None) is None:
+        return None
+    return device.span_bytes(geometry(config, kv_dtype == "float16"), config.num_hidden_layers)
+
+
 class _Placing:
     """One placement on its way from facts to a program; runs on the engine thread."""
 
@@ -279,24 +289,11 @@ class _Placing:
         made = []
         for i, device in enumerate(self.devices):
             facts = DeviceFacts.from_device(device, self.allowance)
-            allowance_bytes = facts.free_bytes - facts.reserve_bytes
-            if facts.whole_layers:
-                facts = with_whole_layers(facts, self.shape, self.place, self.engine.context, i)
-            self._whole[i] = facts.whole_layers
-            self._span_bytes[i] = self._bytes_of_spans(device, allowance_bytes) if facts.whole_layers else 0
-            whole = facts.whole_layers if self._span_bytes[i] else ()  # in time only runs of whole layers count
-            staging_bytes = facts.staging_bytes + self._span_bytes[i]
-            made.append(replace(facts, staging_bytes=staging_bytes, whole_layers=whole))
+            span_bytes = span_bytes_of(device, self.container.config, self.container.manifest.kv_dtype)
+            charged = with_whole_layers(facts, self.shape, self.place, self.engine.context, i, span_bytes)
+            self._whole[i], self._span_bytes[i] = charged.kinds, charged.span_bytes
+            made.append(charged.facts)
         return made
-
-    def _bytes_of_spans(self, device: Device, allowance_bytes: int) -> int:
-        """What runs of layers take of a device beside the weights; 0 where it takes none, or that would be too much."""
-        if getattr(device, "span_bytes", None) is None:
-            return 0
-        config = self.container.config
-        numbers = geometry(config, self.container.manifest.kv_dtype == "float16")
-        n_bytes = device.span_bytes(numbers, config.num_hidden_layers)
-        return n_bytes if n_bytes <= allowance_bytes // 16 else 0
 
     def decide(self, facts: list[DeviceFacts]) -> Plan:
         made = plan(

@@ -51,7 +51,7 @@ _FENCE = '"""'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a container folder, a Hugging Face folder, a GGUF file, or demo"
+        "model", metavar="MODEL", nargs="?", help=common.MODEL_HELP
     )
     parser.add_argument(
         "--url", metavar="URL", help="talk with a running server (coli serve) instead of loading a model"
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         return _talk(remote, remote.check())
     if args.model is None:
         raise RequestError("nobody to talk with: name a MODEL, or a running server by --url")
+    common.check_sampling(args)
     with common.load_model(args) as model:
         sampling = common.sampling_of(args, model, model.sampling_defaults)
         conversation = Conversation(model, sampling, **thinking)
@@ -126,6 +127,8 @@ def _say(conversation: Conversation | RemoteConversation, text: str) -> None:
     thought.end()
     sys.stdout.write("\n")
     sys.stdout.flush()
+    if isinstance(conversation, Conversation) and (cut := conversation.cut_line()):
+        logger("chat").info("the answer was %s", cut)
 
 
 def _command(conversation: Conversation | RemoteConversation, text: str) -> bool:
@@ -193,6 +196,12 @@ class Conversation:
                 if answer.reasoning is not None:
                     reply["reasoning_content"] = answer.reasoning
                 self.messages += [user, reply]
+
+    def cut_line(self) -> str | None:
+        """What cut the last answer off, in words; None where it ended by itself."""
+        if self._last is None:
+            return None
+        return common.cut_line(self._last, self._model, self._sampling["max_tokens"], chat=True)
 
     def reset(self, messages: list[dict[str, Any]] | None = None) -> None:
         """Start again, with nothing or with a history."""

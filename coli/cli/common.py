@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -13,6 +14,7 @@ from coli.errors import RequestError
 from coli.log import logger
 
 if TYPE_CHECKING:
+    from coli.devices.base import Device
     from coli.engine.generate import Generation
     from coli.model import Model
 
@@ -20,14 +22,16 @@ LOADING = ("place", "devices", "vram", "heat", "threads", "context")  # names of
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _DRAWING: dict[str, tuple[float, ...]] = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,), "seed": ()}
 """What acts on a draw alone, and the values with which it does nothing."""
+MODEL_HELP = (
+    "a container folder, a Hugging Face folder, a GGUF file, the id of a model on the Hugging Face hub (owner/name, "
+    "downloaded once), or demo"
+)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The MODEL argument."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="a container folder, a Hugging Face folder, a GGUF file, or demo"
-    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +75,52 @@ def load_model(args: argparse.Namespace) -> Model:
     """The model that the arguments of `add_model` and `add_loading` name."""
     from coli.model import load
 
+    model = args.model
     if args.reprobe:
-        from coli.probing import forget
+        from coli.convert.resolve import resolve_model
 
+        model = resolve_model(model)  # first: what was measured is not thrown away for a mistyped name
+        _forget_what_is_measured_again(args)
+    return load(model, **{name: getattr(args, name) for name in LOADING})
+
+
+def _forget_what_is_measured_again(args: argparse.Namespace) -> None:
+    """Drop the kept figures where loading measures new ones; else say that there is nothing to measure."""
+    from coli.devices.choose import choose_devices
+    from coli.probing import forget
+
+    devices = choose_devices(settings.get("devices", args.devices)) if settings.get("vram", args.vram) != 0 else []
+    try:
+        reason = _why_nothing_is_measured(devices, settings.get("place", args.place))
+    finally:
+        for device in devices:
+            device.close()
+    if reason is None:
         forget()
-    return load(args.model, **{name: getattr(args, name) for name in LOADING})
+    else:
+        logger("probe").info("--reprobe: nothing to measure, %s; what was measured before is kept", reason)
+
+
+def _why_nothing_is_measured(devices: Sequence[Device], place: str) -> str | None:
+    """As `coli.placing` has it: figures are for devices, and without an identity for auto:time alone."""
+    if not devices:
+        return "since no card is in use"
+    nameless = [device.name for device in devices if device.uuid is None]
+    if nameless and place != "auto:time":
+        return f"since {nameless[0]} has no identity to keep figures under (--place auto:time measures it each time)"
+    return None
+
+
+def check_sampling(args: argparse.Namespace) -> None:
+    """RequestError for a flag of `add_sampling` out of its range: said before a model is loaded."""
+    from coli.engine.generate import check_max_tokens
+    from coli.engine.sampler import SamplingParams
+    from coli.text.stops import check_stops
+
+    given = given_sampling(args)
+    check_max_tokens(given.pop("max_tokens"))
+    check_stops(given.pop("stop"))
+    SamplingParams(**given)
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,6 +180,31 @@ def speed_line(generation: Generation) -> str:
     if generation.reused_tokens:
         parts.append(f"{generation.reused_tokens} prompt tokens reused")
     return "; ".join(parts)
+
+
+def cut_line(generation: Generation, model: Model, max_tokens: int | None, *, chat: bool) -> str | None:
+    """What cut an answer off, in words, and the flag that moves it; None for one that ended by itself.
+
+    max_tokens : as it was asked for.   chat : the answer has channels, and may have been cut inside the thought.
+    """
+    if generation.finish_reason != "length":
+        return None
+    where = "cut off inside the thought" if chat and _ends_in_thought(generation, model) else "cut off"
+    if max_tokens is not None and len(generation.ids) >= max_tokens:
+        return f"{where} by --max-tokens {max_tokens} (a larger one gives more)"
+    largest = model.config.max_position_embeddings
+    how = "raise --context for more" if model.context < largest else "the model takes no more"
+    return f"{where}: the context of {model.context} tokens is full ({how})"
+
+
+def _ends_in_thought(generation: Generation, model: Model) -> bool:
+    """Whether the last token of a conversation's answer belongs to its thought."""
+    from coli.text.thinking import ThinkingSplitter, thinking_of_prompt
+
+    prompt = model.tokenizer.decode(generation.session.ids[: generation.prompt_tokens])
+    splitter = ThinkingSplitter(thinking_of_prompt(prompt))
+    splitter.feed(model.tokenizer.decode(generation.ids))
+    return splitter.in_reasoning
 
 
 class ThoughtWriter:

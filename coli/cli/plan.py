@@ -10,6 +10,8 @@ import argparse
 import json
 import re
 from pathlib import Path
+from typing import Any
+
 from coli import settings
 from coli.cli import common
 from coli.errors import ModelError, RequestError
@@ -76,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     made = plan(
         shape,
         [
-            with_whole_layers(facts, shape, place, context, i) if facts.whole_layers else facts
-            for i, facts in enumerate(devices)
+            with_whole_layers(facts, shape, place, context, i, span_bytes).facts
+            for i, (facts, span_bytes) in enumerate(devices)
         ],
         place=place,
         heat=read_heat(args.heat, shape),
@@ -160,8 +162,20 @@ def parse_device(text: str) -> DeviceFacts:
     return DeviceFacts(name, free_bytes, reserve_bytes=default_reserve_bytes(free_bytes), **numbers)
 
 
-def _machine(args: argparse.Namespace, place: str, cpu: CpuFacts | None) -> tuple[list[DeviceFacts], Probe | None]:
-    """The cards to plan for, those that are described or else this machine's; and these ones' figures, if any."""
+def _machine(
+    args: argparse.Namespace, place: str, cpu: CpuFacts | None
+) -> tuple[list[tuple[DeviceFacts, int | None]], Probe | None]:
+    """The cards to plan for, those that are described or else this machine's, each with what runs of layers take of it;
+    and these ones' figures, if any."""
+    from coli.cli.figures import known_model
+
+    known = known_model(args.model)
+
+    def span_bytes(device: Any) -> int | None:
+        from coli.placing import span_bytes_of
+
+        return 0 if known is None else span_bytes_of(device, known.config, known.kv_dtype)
+
     if args.device:
         for flag in ("devices", "vram"):
             if getattr(args, flag) is not None:
@@ -170,7 +184,12 @@ def _machine(args: argparse.Namespace, place: str, cpu: CpuFacts | None) -> tupl
                 )
         if args.reprobe:
             raise RequestError("--reprobe measures this machine's cards, --device describes others: use one of them")
-        return [parse_device(text) for text in args.device], None
+        described = [parse_device(text) for text in args.device]
+        if known is None:
+            return [(facts, 0) for facts in described], None
+        from coli.devices.cuda.device import CudaDevice
+
+        return [(facts, span_bytes(CudaDevice)) for facts in described], None
     from coli.devices.choose import choose_devices
 
     allowed = settings.get("vram", args.vram)
@@ -185,7 +204,8 @@ def _machine(args: argparse.Namespace, place: str, cpu: CpuFacts | None) -> tupl
 
                 forget()
             probe = figures_beside(chosen, args.model, anyway=args.reprobe or place == "auto:time")
-        return [DeviceFacts.from_device(device, allowed, speeds=cpu is not None) for device in chosen], probe
+        facts = [DeviceFacts.from_device(device, allowed, speeds=cpu is not None) for device in chosen]
+        return [(one, span_bytes(device)) for one, device in zip(facts, chosen, strict=True)], probe
     finally:
         for device in chosen:
             device.close()

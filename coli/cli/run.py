@@ -19,11 +19,15 @@ HELP = (
     "output, with a newline at its end. Greedy, unless --temperature, --top-k, --top-p, --min-p or --seed asks for a "
     "draw; without --temperature that is at the temperature of the checkpoint's generation_config.json, else at 1."
 )
+_PROMPT_HELP = (
+    "the prompt; without one, standard input is read. Text is taken as it is, byte for byte: the newline at the end of "
+    "a file, or of what echo prints, is a part of the prompt (printf %%s, or head -c, gives none)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; without one, standard input is read")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=_PROMPT_HELP)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--file", metavar="FILE", help="read the prompt from a file (- is standard input)")
     source.add_argument("--ids", metavar="1,2,3", help="the prompt as token ids")
@@ -38,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    common.check_sampling(args)
     prompt = _prompt(args)
     with common.load_model(args) as model:
         sampling = common.sampling_of(args, model)
@@ -48,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             generation = model.generate(prompt, **sampling)
             _stream(model, generation)
-        logger("run").info(common.speed_line(generation))
+        cut = common.cut_line(generation, model, args.max_tokens, chat=args.chat)
+        logger("run").info("; ".join([common.speed_line(generation), *([cut] if cut else [])]))
     return 0
 
 

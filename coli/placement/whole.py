@@ -6,6 +6,7 @@ A pure function of sizes, so `coli plan` charges a card that nobody here owns as
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from coli.placement.components import ModelShape
 from coli.placement.facts import LAYER_KINDS, DeviceFacts
@@ -53,13 +54,31 @@ def _may_hold(place: str, layers: int, device: int, *names: str) -> bool:
     return all(item is not None and device in item.devices for item in items)
 
 
-def with_whole_layers(
-    facts: DeviceFacts, shape: ModelShape, place: str, context: int, device: int = 0
-) -> DeviceFacts:
-    """The facts of a card that can take layers whole: which kinds it may, and charged with what goes with them.
+class Charged(NamedTuple):
+    """A card that may take layers whole.
 
-    device : its place among the devices.   Raises PlacementError where ``place`` is a list that is not understood.
+    facts : charged with what goes with them; its ``whole_layers`` are those of runs, the only ones that count in time.
+    kinds : those that it may take one by one.   span_bytes : of its charge, what runs take; 0 where it takes none.
     """
+
+    facts: DeviceFacts
+    kinds: tuple[str, ...]
+    span_bytes: int
+
+
+def with_whole_layers(
+    facts: DeviceFacts, shape: ModelShape, place: str, context: int, device: int = 0, span_bytes: int | None = None
+) -> Charged:
+    """The facts of a card that can take layers whole, charged with what goes with those that it may take.
+
+    device : its place among the devices.   span_bytes : what runs of layers take beside; None: it takes none.
+    Raises PlacementError where ``place`` is a list that is not understood.
+    """
+    if not facts.whole_layers:
+        return Charged(facts, (), 0)
     share_bytes = max(0, facts.free_bytes - facts.reserve_bytes) // _SHARE
     taken = whole_layer_bytes(shape, place, context, share_bytes, device)
-    return replace(facts, staging_bytes=facts.staging_bytes + sum(taken.values()), whole_layers=tuple(taken))
+    kinds, takes_runs = tuple(taken), bool(taken) and span_bytes is not None and span_bytes <= share_bytes
+    charged = sum(taken.values()) + (span_bytes if takes_runs else 0)
+    made = replace(facts, staging_bytes=facts.staging_bytes + charged, whole_layers=kinds if takes_runs else ())
+    return Charged(made, kinds, span_bytes if takes_runs else 0)

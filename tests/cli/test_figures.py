@@ -39,6 +39,6 @@ def test_config_of_sizes_alone_is_planned_for_without_a_profile(tmp_path):
     """`coli plan config.json` needs less of it than a model does."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "qwen3_5_moe_text"}))
-    assert figures._geometry(str(path)) is None
+    assert figures.known_model(str(path)) is None
     path.write_text((find_model("demo") / "config.json").read_text())
-    assert figures._geometry(str(path)) is not None
+    assert figures.known_model(str(path)) is not None
