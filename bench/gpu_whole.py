@@ -119,7 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     placed, load_s = place(engine, container, shape, "auto")
     used = free_before - placed.devices[0].free_bytes()
     n_slots = placed.tier.n_slots(0)  # no more than there are experts
-    planned = placed.plan.placed_bytes[0] + placed.plan.devices[0].staging_bytes + n_slots * shape.expert_bytes
+    facts = placed.plan.devices[0]
+    planned = placed.plan.placed_bytes[0] + facts.staging_bytes + facts.layer_bytes + n_slots * shape.expert_bytes
     row("what", "figure", "bits")
     row("---", "---:", "---")
     row("decode, CPU alone", f"{1 / statistics.median(shallow_s):.1f} tok/s", "reference")

@@ -125,7 +125,7 @@ class Placed:
                 if allowance == "auto":
                     room = free_bytes - default_reserve_bytes(free_bytes) + now * self.plan.shape.expert_bytes
                 else:
-                    room = allowance - facts.staging_bytes - self.plan.placed_bytes[index]
+                    room = allowance - facts.staging_bytes - facts.layer_bytes - self.plan.placed_bytes[index]
                 wanted = min(max(0, room) // self.plan.shape.expert_bytes, len(self.plan.homes[index]))
             self.tier.resize(index, wanted)
             slots.append(self.tier.n_slots(index))

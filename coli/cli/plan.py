@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     log = logger("place")
     for line in place_lines(made, each=args.verbose):
         log.info(line)
+    if made.prediction is None and devices:
+        log.info("no times: they need the speed of the CPU (--cpu GBPS) and of each card (its GBPS in --device)")
     if args.plot is not None:
         from coli.cli.plan_plot import draw
 

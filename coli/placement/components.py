@@ -45,6 +45,7 @@ class ModelShape:
     state_bytes : recurrent state of one sequence, whatever its length.
     vector_bytes : what a card keeps beside the projections of all DeltaNet layers, and of all attention layers.
     rest_bytes : what the CPU reads for each token and no plan moves (router, norms, gates, one embedding row).
+    fixed_bytes : all that no plan moves: those, and the rest of the embedding.
     max_context : the longest context that the model was made for; None where it is not known.
 
     Raises PlacementError naming the field or component.
@@ -62,12 +63,13 @@ class ModelShape:
     state_bytes: int = 0
     vector_bytes: tuple[int, int] = (0, 0)
     rest_bytes: int = 0
+    fixed_bytes: int = 0
     max_context: int | None = None
 
     def __post_init__(self) -> None:
         has_experts = 1 if self.n_experts else 0
         smallest = {"layers": 1, "n_experts": 0, "topk": has_experts, "expert_bytes": has_experts}
-        smallest |= {"kv_bytes_per_position": 0, "state_bytes": 0, "rest_bytes": 0}
+        smallest |= {"kv_bytes_per_position": 0, "state_bytes": 0, "rest_bytes": 0, "fixed_bytes": 0}
         for field, least in smallest.items():
             self._set(field, _whole(field, getattr(self, field), least))
         if self.topk > self.n_experts:
@@ -162,6 +164,7 @@ class ModelShape:
             slot if expert_bytes is None else expert_bytes,
             kv_number_bytes=4 if trunk_bits == 16 else 2,  # docs/numerics.md, section 2
             rest_bytes=geometry.rest_bytes,
+            fixed_bytes=geometry.fixed_bytes,
             cpu_bytes_ratio=cpu_bytes_ratio,
         )
 
@@ -176,13 +179,14 @@ class ModelShape:
                 sizes[key] = sizes.get(key, 0) + tensor.place.n_bytes
         # The head of a tied 16-bit container is its embedding.
         sizes.setdefault(("lmhead", None), container.tensors["embed_tokens"].place.n_bytes)
-        read = container.bytes_read_per_token()
+        read, moved = container.bytes_read_per_token(), (*COMPONENTS, "experts")
         return cls._from_geometry(
             Geometry.from_config(container.config),
             [(name, layer, n_bytes) for (name, layer), n_bytes in sizes.items()],
             container.manifest.experts["stride_bytes"],
             kv_number_bytes={"float16": 2, "float32": 4}[container.manifest.kv_dtype],
-            rest_bytes=sum(n for name, n in read.items() if name not in (*COMPONENTS, "experts")),
+            rest_bytes=sum(n for name, n in read.items() if name not in moved),
+            fixed_bytes=sum(t.place.n_bytes for t in container.tensors.values() if t.entry.component not in moved),
         )
 
     @classmethod
@@ -194,6 +198,7 @@ class ModelShape:
         *,
         kv_number_bytes: int,
         rest_bytes: int,
+        fixed_bytes: int,
         cpu_bytes_ratio: float = 1.0,
     ) -> ModelShape:
         return cls(
@@ -207,6 +212,7 @@ class ModelShape:
             state_bytes=geometry.state_bytes,
             vector_bytes=geometry.vector_bytes,
             rest_bytes=rest_bytes,
+            fixed_bytes=fixed_bytes,
             max_context=geometry.max_position_embeddings,
         )
 

@@ -20,6 +20,7 @@ class DeviceFacts:
 
     free_bytes : what may be taken now; ``reserve_bytes`` of it stay untouched.
     runtime_bytes, staging_bytes : what the runtime's context and the copy buffers will take of the rest.
+    layer_bytes : what layers that it takes whole keep there beside their weights, of which `with_whole_layers` knows.
     uuid, pci_bus_id : its identity, for the lines.
     gb_s : bytes it reads, in GB/s (10**9).   latency_us : one round trip.  None where nothing was measured.
     layer_us : what a whole layer takes there besides reading its weights; None for a card that takes none.
@@ -34,6 +35,7 @@ class DeviceFacts:
     reserve_bytes: int = 0
     runtime_bytes: int = 0
     staging_bytes: int = 0
+    layer_bytes: int = 0
     uuid: str | None = None
     pci_bus_id: str | None = None
     gb_s: float | None = None
@@ -42,7 +44,7 @@ class DeviceFacts:
     whole_layers: tuple[str, ...] = LAYER_KINDS
 
     def __post_init__(self) -> None:
-        for field in ("free_bytes", "reserve_bytes", "runtime_bytes", "staging_bytes"):
+        for field in ("free_bytes", "reserve_bytes", "runtime_bytes", "staging_bytes", "layer_bytes"):
             object.__setattr__(self, field, _bytes(self.name, field, getattr(self, field)))
         _check_speed(self.name, "gb_s", self.gb_s, zero=False)
         _check_speed(self.name, "latency_us", self.latency_us, zero=True)
@@ -78,7 +80,8 @@ class DeviceFacts:
     @property
     def allowance_bytes(self) -> int:
         """What a plan may use for components and experts."""
-        return max(0, self.free_bytes - self.reserve_bytes - self.runtime_bytes - self.staging_bytes)
+        held_bytes = self.reserve_bytes + self.runtime_bytes + self.staging_bytes + self.layer_bytes
+        return max(0, self.free_bytes - held_bytes)
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,9 @@ def _refusal(
     facts = devices[device]
     need = _needs(shape, place, len(devices))[device]
     held = f"{facts.free_bytes:,} free less {facts.reserve_bytes:,} reserve"
-    if facts.runtime_bytes or facts.staging_bytes:
-        held += f", {facts.runtime_bytes:,} runtime and {facts.staging_bytes:,} staging"
+    if facts.runtime_bytes or facts.staging_bytes or facts.layer_bytes:
+        held += f", {facts.runtime_bytes:,} runtime, {facts.staging_bytes:,} staging"
+        held += f" and {facts.layer_bytes:,} for the layers"
     return (
         f"COLI_PLACE={str(place)!r}: {item.label} does not fit on device {device_label(device, facts)}: it needs "
         f"{item.bytes:,} bytes, {left:,} are left there; the list puts {need:,} bytes on it, "

@@ -121,6 +121,11 @@ class Geometry:
         return numbers * _STORED_BYTES[self.stored]
 
     @property
+    def fixed_bytes(self) -> int:
+        """What lies beside components and experts, as stored: that, with all rows of the embedding."""
+        return self.rest_bytes + (self.vocab_size - 1) * self.hidden_size * _STORED_BYTES[self.stored]
+
+    @property
     def vector_bytes(self) -> tuple[int, int]:
         """What a card keeps beside the projections of all DeltaNet layers, and of all attention layers, at most: the
         float32 vectors between them, b and a, and the alignment of each."""

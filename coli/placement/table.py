@@ -65,6 +65,7 @@ def _device(plan: Plan, index: int) -> Column:
         ("reserve", facts.reserve_bytes),
         ("runtime context", facts.runtime_bytes),
         ("staging", facts.staging_bytes),
+        ("state and scratch of layers", facts.layer_bytes),
     ):
         taken = min(held, left)
         left -= taken
@@ -93,6 +94,8 @@ def _host(plan: Plan) -> Column:
     # The container is mapped whole: an expert in VRAM keeps its bytes in the file, and is not read from there.
     missing = shape.expert_count - sum(plan.residents)
     rows.append(Row(f"{missing:,} of {shape.expert_count:,} experts", missing * shape.expert_bytes))
+    if shape.fixed_bytes:
+        rows.append(Row("embedding, routers, norms", shape.fixed_bytes))
     rows.append(Row(f"keys and values, {plan.context:,} positions", shape.kv_bytes(plan.context)))
     rows.append(Row("recurrent state, one sequence", shape.state_bytes))
     rows.append(Row("on the host", sum(row.bytes for row in rows), True))

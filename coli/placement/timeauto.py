@@ -64,8 +64,10 @@ def _searched(ground: Ground, layer: AverageLayer) -> Iterator[TimedCandidate]:
 
     def finished(search: Search, state: State) -> TimedCandidate:
         search.improve(state)
-        label = _label(search.trunk, search.experts, search.dealing)
-        return ground.priced(label, search.assignment(state), search.experts, search.dealing)
+        device_of = search.assignment(state)
+        # Where the trunk is, not where it might have been.
+        label = _label(tuple(sorted(set(device_of.values()))), search.experts, search.dealing)
+        return ground.priced(label, device_of, search.experts, search.dealing)
 
     for experts, trunk in permutations(ground.fit, 2):
         search = Search(ground.model, layer, ground.rooms, (trunk,), (experts,), BY_ROOM)

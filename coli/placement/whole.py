@@ -80,5 +80,5 @@ def with_whole_layers(
     taken = whole_layer_bytes(shape, place, context, share_bytes, device)
     kinds, takes_runs = tuple(taken), bool(taken) and span_bytes is not None and span_bytes <= share_bytes
     charged = sum(taken.values()) + (span_bytes if takes_runs else 0)
-    made = replace(facts, staging_bytes=facts.staging_bytes + charged, whole_layers=kinds if takes_runs else ())
+    made = replace(facts, layer_bytes=charged, whole_layers=kinds if takes_runs else ())
     return Charged(made, kinds, span_bytes if takes_runs else 0)

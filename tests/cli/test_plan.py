@@ -123,10 +123,18 @@ def test_plan_verbose_shows_every_alternative_of_two_cards(run, config):
     assert all("tok/s)" in line for line in looked_at)
     for label in (
         "off", "bytes", "nothing on a device", "device 0: bytes, 1 left out", "device 1: bytes, 0 left out",
-        "trunk on 0, experts on 1", "trunk on 1, experts on 0", "trunk on 0+1, experts on 0+1 by speed",
+        "trunk on 0, experts on 1", "trunk on 1, experts on 0", "trunk on 0, experts on 0+1 by speed",
         "whole layers split over 0+1, experts with their layers",
     ):  # fmt: skip
         assert any(f"looked at: {label} " in line for line in looked_at), label
+
+
+def test_plan_without_every_speed_says_what_times_need(run, config):
+    """A speed that was given and is of no use alone is not dropped in silence."""
+    said = "no times: they need the speed of the CPU (--cpu GBPS)"
+    assert said in run(config, "--device", "A=11GiB:900:9:30")[2]
+    assert said in run(config, "--device", "A=11GiB", "--cpu", "40")[2]
+    assert said not in run(config, "--device", "A=11GiB:900:9:30", "--cpu", "40")[2]
 
 
 def test_plan_of_a_list_prints_what_auto_would_take(run, config):

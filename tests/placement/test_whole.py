@@ -51,13 +51,13 @@ def test_only_cards_that_may_hold_a_kind_whole_pay_for_it(place, kinds):
 def test_no_kind_takes_more_than_a_sixteenth():
     """A small card keeps its room for weights; of a long context, only so much as fits has room for its keys."""
     tiny, small, large = (
-        with_whole_layers(DeviceFacts("a", n, staging_bytes=7), SHAPE, "auto", 8192, span_bytes=0).facts
+        with_whole_layers(DeviceFacts("a", n), SHAPE, "auto", 8192, span_bytes=0).facts
         for n in (MIB, 2**30, 10**10)
     )
-    assert ((), 7) == (tiny.whole_layers, tiny.staging_bytes)
-    assert (("attnproj",), 7 + 60 * MIB + 81920) == (small.whole_layers, small.staging_bytes)
+    assert ((), 0) == (tiny.whole_layers, tiny.layer_bytes)
+    assert (("attnproj",), 60 * MIB + 81920) == (small.whole_layers, small.layer_bytes)
     assert ("dnproj", "attnproj") == large.whole_layers
-    assert 7 + sum(whole_layer_bytes(SHAPE, "auto", 8192, 10**9).values()) == large.staging_bytes
+    assert sum(whole_layer_bytes(SHAPE, "auto", 8192, 10**9).values()) == large.layer_bytes
 
 
 @given(st.integers(0, 3 * 10**10), st.integers(1, 262144), st.integers(1, 262144))
@@ -68,7 +68,7 @@ def test_longer_context_never_leaves_more_for_weights(free_bytes, one, other):
         for n in sorted((one, other))
     )
     assert short.whole_layers == long.whole_layers
-    assert short.staging_bytes <= long.staging_bytes <= 2 * free_bytes // 16
+    assert short.layer_bytes <= long.layer_bytes <= 2 * free_bytes // 16
 
 
 @pytest.mark.parametrize("span_bytes, runs", [(None, False), (MIB, True), (64 * MIB, True), (64 * MIB + 1, False)])
@@ -79,7 +79,7 @@ def test_runs_of_layers_are_charged_where_they_fit(span_bytes, runs):
     assert without.kinds == found.kinds != ()
     assert (found.kinds if runs else ()) == found.facts.whole_layers
     assert (span_bytes if runs else 0) == found.span_bytes
-    assert without.facts.staging_bytes + found.span_bytes == found.facts.staging_bytes
+    assert without.facts.layer_bytes + found.span_bytes == found.facts.layer_bytes
 
 
 @pytest.mark.parametrize(
