@@ -145,7 +145,8 @@ SETTINGS: tuple[Setting, ...] = (
             "How much of each device's memory may be taken; auto is what is free less a reserve, 0 is none. "
             "CUDA_EXPERT_GB counts GiB and reads 0 as auto.", _vram),
     Setting("heat", None, "file", ("COLI_HEAT", "HEAT_FILE"), "--heat",
-            "How often each expert was chosen: read at load to fill the devices hottest first, written back at close."),
+            "How often each expert was chosen: read at load to fill the devices hottest first, written back at close. "
+            "Not set, it is a file of the model's own in the cache folder, where there are devices."),
     Setting("threads", "auto", "threads", ("COLI_THREADS",), "--threads",
             "Threads of the engine; auto is one for each fast physical core within the affinity mask and the quota.",
             _threads),
@@ -153,7 +154,8 @@ SETTINGS: tuple[Setting, ...] = (
             "The longest prompt plus answer. Memory for it grows as it is used; the model's own limit holds.",
             _count("tokens")),
     Setting("host", "127.0.0.1", "address", ("COLI_HOST",), "--host",
-            "The address that coli serve listens on; 0.0.0.0 lets other machines in, which then want an API key."),
+            "The address that coli serve listens on; 0.0.0.0 lets other machines in, and without COLI_API_KEY it asks none "
+            "of them for a key."),
     Setting("port", 8080, "number", ("COLI_PORT",), "--port",
             "The port that coli serve listens on; 0 takes any free one.", _number_up_to(65535)),
     Setting("api_key", None, "text", ("COLI_API_KEY",), None,

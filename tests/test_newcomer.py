@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,11 @@ def test_tune_show_and_forget_contradict():
     """--show must never delete."""
     result = run("tune", "--show", "--forget")
     assert result.returncode == 2 and "--forget" in result.stderr
+
+
+def test_checkout_that_was_not_built_says_so(tmp_path):
+    """Beside an installed coli the folder's own comes first: one line, and not a circular import."""
+    without_binaries = shutil.ignore_patterns("*.so", "__pycache__", "data")
+    shutil.copytree(Path(coli.__file__).parent, tmp_path / "coli", ignore=without_binaries)
+    done = subprocess.run([sys.executable, "-c", "import coli._core"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: coli is not built in {tmp_path}: pip install -e .")

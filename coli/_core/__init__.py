@@ -9,10 +9,16 @@ import os
 
 import numpy  # noqa: F401  (before libgomp: it counts CPUs when it is imported)
 
-if hasattr(os, "sched_getaffinity"):
-    _mask = os.sched_getaffinity(0)
+_mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+try:
     from coli._core import kernels, quantize, step  # noqa: F401
-
-    os.sched_setaffinity(0, _mask)
-else:
-    from coli._core import kernels, quantize, step  # noqa: F401
+except ImportError as error:
+    if any(name.startswith("kernels.") and name.endswith((".so", ".dylib")) for name in os.listdir(__path__[0])):
+        raise
+    raise ImportError(
+        f"coli is not built in {os.path.dirname(os.path.dirname(__path__[0]))}: pip install -e . there, or run Python "
+        "from another folder to use the installed one"
+    ) from error
+finally:
+    if _mask is not None:
+        os.sched_setaffinity(0, _mask)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Answer the OpenAI API over HTTP (chat, completions, models; /health, /metrics) and show a page at /. "
-    "Ctrl-C ends it: running answers get a few seconds, heat is written."
+    "Ctrl-C ends it: running answers end with an error, heat is written; a second one ends it at once."
 )
 
 _SERVING = (

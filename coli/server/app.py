@@ -28,7 +28,6 @@ from coli.server.doors import Doors, read_body
 from coli.server.faults import JsonResponse, Refused, error_response
 from coli.server.openapi import document
 from coli.server.prepare import Prepared
-from coli.server.run import Run
 from coli.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from coli.server.service import Service
 from coli.server.shapes import ChatShape, Choice, Shape, TextShape
@@ -73,24 +72,26 @@ def make_app(
             await run_in_threadpool(service.close)
 
     gets = {
-        "/v1/models": handlers.models, "/health": handlers.health, "/metrics": handlers.metrics,
-        "/tokenizer_info": handlers.tokenizer_info, "/coli/plan": handlers.plan, "/coli/stats": handlers.stats,
-        "/openapi.json": handlers.openapi,
+        "/v1/models": handlers.models, "/v1/models/{model:path}": handlers.one_model, "/health": handlers.health,
+        "/metrics": handlers.metrics, "/tokenizer_info": handlers.tokenizer_info, "/coli/plan": handlers.plan,
+        "/coli/stats": handlers.stats, "/openapi.json": handlers.openapi,
     }  # fmt: skip
     posts = {
         "/v1/chat/completions": handlers.chat, "/v1/completions": handlers.completions,
         "/tokenize": handlers.tokenize, "/detokenize": handlers.detokenize,
     }  # fmt: skip
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", index, methods=["GET"]),
-            *(Route(path, handlers.counted(handler), methods=["GET"]) for path, handler in gets.items()),
-            *(Route(path, handlers.counted(handler), methods=["POST"]) for path, handler in posts.items()),
+            *(Route(path, handlers.counted(path, handler), methods=["GET"]) for path, handler in gets.items()),
+            *(Route(path, handlers.counted(path, handler), methods=["POST"]) for path, handler in posts.items()),
         ],
         middleware=[Middleware(Doors, api_key=api_key, hosts=hosts, origins=origins)],
         exception_handlers={HTTPException: _http_exception},
         lifespan=lifespan,
     )
+    app.state.service = service
+    return app
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -106,8 +107,10 @@ class _Handlers:
         self._service = service
         self._max_body_bytes = max_body_bytes
 
-    def counted(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """A handler whose errors become the API's, and whose answers are counted."""
+    def counted(
+        self, path: str, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A handler whose errors become the API's, and whose answers are counted under its route's path."""
         requests = self._service.metrics.requests
 
         async def handle(request: Request) -> Response:
@@ -119,7 +122,7 @@ class _Handlers:
                 if not isinstance(error, ColiError):
                     _log.error("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=True)
                 response = error_response(error)
-            requests.labels(request.url.path, response.status_code).inc()
+            requests.labels(path, response.status_code).inc()
             return response
 
         return handle
@@ -160,7 +163,7 @@ class _Handlers:
     ) -> Response:
         service = self._service
         shape.begin(service.name)
-        run = Run(service.scheduler, prepared)
+        run = service.begin(prepared)
         if wanted.stream:
             include_usage = bool(wanted.stream_options and wanted.stream_options.include_usage)
             return Stream(run, stream_events(run, shape, choices, include_usage, service))
@@ -178,15 +181,15 @@ class _Handlers:
 
     async def tokenize(self, request: Request) -> Response:
         wanted = parse(TokenizeRequest, await read_body(request, self._max_body_bytes))
-        model = self._service.model
+        model, preparer = self._service.model, self._service.preparer
         texts = [text for text in (wanted.content, wanted.prompt) if text is not None]
         if len(texts) + (wanted.messages is not None) != 1:
             raise RequestError("one of content, prompt and messages was expected", param="content")
 
         def ids_of() -> list[int]:
             if texts:
-                return model.tokenizer.encode(texts[0], special=wanted.parse_special is not False)
-            return self._service.preparer.render(wanted, wanted.tools).ids
+                return preparer.tokenizer("content").encode(texts[0], special=wanted.parse_special is not False)
+            return preparer.render(wanted, wanted.tools).ids
 
         ids = await _on_thread(ids_of)
         found: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.context}
@@ -197,8 +200,8 @@ class _Handlers:
 
     async def detokenize(self, request: Request) -> Response:
         wanted = parse(DetokenizeRequest, await read_body(request, self._max_body_bytes))
-        model = self._service.model
-        text = await _on_thread(lambda: model.tokenizer.decode(model.prompt_ids(wanted.tokens)))
+        model, preparer = self._service.model, self._service.preparer
+        text = await _on_thread(lambda: preparer.tokenizer("tokens").decode(model.prompt_ids(wanted.tokens)))
         return JsonResponse({"content": text, "prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -206,13 +209,24 @@ class _Handlers:
 
     # ---- about the server -----------------------------------------------------------------------------------
 
-    async def models(self, request: Request) -> Response:
+    def _model_entry(self) -> dict[str, Any]:
         service = self._service
-        entry = {
+        return {
             "id": service.name, "object": "model", "created": service.started_s, "owned_by": "coli",
             "max_model_len": service.model.context,
         }  # fmt: skip
-        return JsonResponse({"object": "list", "data": [entry]})
+
+    async def models(self, request: Request) -> Response:
+        return JsonResponse({"object": "list", "data": [self._model_entry()]})
+
+    async def one_model(self, request: Request) -> Response:
+        entry, wanted = self._model_entry(), request.path_params["model"]
+        if not wanted:  # /v1/models/ is the list
+            return await self.models(request)
+        if wanted != entry["id"]:
+            message = f"The model {wanted[:100]!r} does not exist; this server has {entry['id']!r}"
+            raise Refused(404, message, "model_not_found", "model")
+        return JsonResponse(entry)
 
     async def health(self, request: Request) -> Response:
         self._service.model  # noqa: B018  raises Loading, which is the 503

@@ -6,16 +6,20 @@ the two cannot differ.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from coli.engine.sampler import Sample
 from coli.server.prepare import Prepared
 from coli.server.scheduler import Event
 from coli.text.channels import ChannelParser, Delta
+from coli.text.toolstream import OPEN
 
 if TYPE_CHECKING:
     from coli.text.tokenizer import Tokenizer
     from coli.text.tools import ToolCall
+
+_CALL_BEGIN = re.compile(rf"{OPEN}|(?:<[A-Za-z_][\w.-]*>\s*)?<function=")  # the openings that the parser withholds
 
 
 class ChatChoice:
@@ -29,6 +33,9 @@ class ChatChoice:
         self.tokens = 0
         self.finish_reason: str | None = None
         self._parser = ChannelParser(thinking=prepared.thinking, tools=prepared.tools)
+        self._has_tools = bool(prepared.tools)
+        self._texts: dict[str, list[str]] = {"reasoning": [], "content": []}
+        self._calls: list[ToolCall] = []
         self._one_call = prepared.one_call
         self._names = TokenNames(tokenizer)
         self._stop_ids = prepared.stop_ids
@@ -48,12 +55,18 @@ class ChatChoice:
                 self._logprobs.append(self._names.chat_logprob(sample))
             deltas += self._parser.feed(event.token.text)
         if event.finish_reason is not None:
-            deltas += self._parser.finish()
+            rest = self._parser.finish()
+            deltas += _without_cut_call(rest) if self._has_tools and event.finish_reason == "length" else rest
             self.finish_reason = self._parser.finish_reason(event.finish_reason)
         if self._one_call and self._parser.tool_calls:
             first = next(i for i, delta in enumerate(deltas) if delta.call is not None)
             deltas = deltas[: first + 1]
             self.finish_reason = "tool_calls"
+        for delta in deltas:
+            if delta.call is not None:
+                self._calls.append(delta.call)
+            else:
+                self._texts[delta.channel].append(delta.text)
         return _merged(deltas)
 
     def new_logprobs(self) -> dict[str, Any] | None:
@@ -65,20 +78,30 @@ class ChatChoice:
 
     def whole(self) -> dict[str, Any]:
         """The choice of an answer that is not streamed."""
-        calls = self._parser.tool_calls[:1] if self._one_call else self._parser.tool_calls
-        message: dict[str, Any] = {"role": "assistant", "content": self._parser.content, "refusal": None}
-        if message["content"] is None and not calls:
-            message["content"] = ""
-        if self._parser.reasoning is not None:
-            message["reasoning_content"] = self._parser.reasoning
-        if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
+        content, reasoning = ("".join(self._texts[channel]) for channel in ("content", "reasoning"))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["content"] = content or None
+            message["tool_calls"] = [_call(call) for call in self._calls]
         return {
             "index": self.index,
             "message": message,
             "logprobs": {"content": self._logprobs, "refusal": None} if self._wants_logprobs else None,
             "finish_reason": self.finish_reason,
         }
+
+
+def _without_cut_call(rest: list[Delta]) -> list[Delta]:
+    """What the parser still held when the limit came, without the text of a call that lacks its end.
+
+    Half a call can be of no use, and its markup is no text.  Calls that only lack their last tag are calls.
+    """
+    text = "".join(delta.text for delta in rest if delta.channel == "content").strip()
+    if not text or not (OPEN.startswith(text) or _CALL_BEGIN.match(text)):
+        return rest
+    return [delta for delta in rest if delta.channel != "content"]
 
 
 def _merged(deltas: list[Delta]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """What went wrong, as the API says it: one error object, made from the exception.
 
 ``{"error": {"message", "type", "param", "code"}}``.  A request at fault is 400, a full queue 429 with Retry-After, a
-model that is not there yet 503, anything that is not the client's doing 500.  Of an unexpected exception the client
-learns its kind only; the log has the rest.
+model that is not there yet or a server that ends 503, anything that is not the client's doing 500.  Of an unexpected
+exception the client learns its kind only; the log has the rest.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import msgspec
 from starlette.responses import Response
 
 from coli.errors import ColiError, RequestError
-from coli.server.scheduler import Busy
+from coli.server.scheduler import Busy, Stopping
 
 
 class Refused(ColiError):
     """A request that is turned away with a status of its own, before anything of it is read."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
 
 
 class Loading(ColiError):
@@ -48,6 +49,8 @@ def error_object(error: BaseException) -> dict[str, Any]:
         code = "queue_full"
     elif isinstance(error, Loading):
         code = "model_loading"
+    elif isinstance(error, Stopping):
+        code = "server_stopping"
     message = str(error) if isinstance(error, ColiError) else f"internal error ({type(error).__name__})"
     return {"error": {"message": message, "type": kind, "param": getattr(error, "param", None), "code": code}}
 
@@ -59,7 +62,7 @@ def status_of(error: BaseException) -> int:
         return 400
     if isinstance(error, Busy):
         return 429
-    return 503 if isinstance(error, Loading) else 500
+    return 503 if isinstance(error, (Loading, Stopping)) else 500
 
 
 def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> JsonResponse:
@@ -68,6 +71,8 @@ def error_response(error: BaseException, headers: Mapping[str, str] | None = Non
         given["Retry-After"] = str(error.retry_s)
     elif isinstance(error, Loading):
         given["Retry-After"] = "2"
+    elif isinstance(error, Stopping):
+        given["Retry-After"] = "5"
     elif status_of(error) == 401:
         given["WWW-Authenticate"] = "Bearer"
     return JsonResponse(error_object(error), status_of(error), given)

@@ -1,17 +1,21 @@
-"""The HTTP server under the application: uvicorn, with a deadline for request headers.
+"""The HTTP server under the application: uvicorn, with a deadline for request headers and an end that is prompt.
 
 uvicorn waits for ever for the headers of a request that is begun; here a connection that has not sent them in time is
-closed, so that idle sockets cannot be collected against the server.
+closed, so that idle sockets cannot be collected against the server.  At its end uvicorn lets answers run for a time and
+then breaks them off; here they are ended with an error that their clients can read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coli.server.sse import GRACE_S
@@ -56,7 +60,14 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that a signal ends, and that is then done: uvicorn would raise the signal again, to die of it."""
+    """A server that a signal ends, and that is then done: uvicorn would raise the signal again, to die of it.
+
+    stop : ends the answers that run, each with an error; called once, on the event loop, as the end begins.
+    """
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = stop
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,9 +75,32 @@ class _Server(uvicorn.Server):
             yield
             self._captured_signals.clear()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal begins the end, which waits for a step or a load under way; Ctrl-C then is the end itself."""
+        if self.should_exit and sig == signal.SIGINT:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
-    """A server for an application; it logs nothing of its own below warnings, and no request's headers ever."""
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stop()
+        cut = asyncio.get_running_loop().call_later(GRACE_S, self._cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+    def _cut(self) -> None:
+        """Break off what is still open: clients that take no answer, or have not sent their whole request."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def make_server(app: Starlette) -> uvicorn.Server:
+    """A server for an application of `make_app`.
+
+    It logs nothing of its own below warnings, and no request's headers ever.
+    """
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -79,6 +113,5 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         date_header=True,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(GRACE_S) + 2,
     )
-    return _Server(config)
+    return _Server(config, app.state.service.stop)

@@ -16,7 +16,8 @@ _POSTS = {
     "/detokenize": (DetokenizeRequest, "Text of ids", False),
 }
 _GETS = {
-    "/v1/models": "The served model",
+    "/v1/models": "The served model, in a list",
+    "/v1/models/{model}": "The served model by its id",
     "/health": "Whether the model is loaded",
     "/tokenizer_info": "Named tokens and the chat template",
     "/coli/plan": "What lies where, and why",
@@ -29,7 +30,7 @@ _STATUSES = {
     "408": "the body did not come in time",
     "413": "the body is too large",
     "429": "the queue is full; Retry-After says when to come back",
-    "503": "the model is still loading",
+    "503": "the model is still loading, or the server is stopping",
 }
 
 
@@ -70,6 +71,9 @@ def document() -> dict[str, Any]:
         paths[path] = {
             "get": {"summary": summary, "responses": {"200": {"description": "done", "content": content}, **_errors()}}
         }
+    one_model = paths["/v1/models/{model}"]["get"]
+    one_model["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    one_model["responses"]["404"] = _error("no model of this id is served")
     paths["/metrics"] = {
         "get": {
             "summary": "Counters for Prometheus",
@@ -88,5 +92,9 @@ def document() -> dict[str, Any]:
 
 
 def _errors() -> dict[str, Any]:
+    return {status: _error(text) for status, text in _STATUSES.items()}
+
+
+def _error(description: str) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": text, "content": content} for status, text in _STATUSES.items()}
+    return {"description": description, "content": content}

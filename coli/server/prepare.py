@@ -28,6 +28,7 @@ from coli.text.writer import TextWriter
 if TYPE_CHECKING:
     from coli.model import Model
     from coli.server.grammar import Constraint, Grammars
+    from coli.text.tokenizer import Tokenizer
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -79,7 +80,18 @@ class Preparer:
     def _grammars(self) -> Grammars:
         from coli.server.grammar import Grammars  # llguidance is loaded by the first request that needs it
 
-        return Grammars(self.model.tokenizer, self.model.stop_ids)
+        return Grammars(self.tokenizer("response_format"), self.model.stop_ids)
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        """The model's tokenizer, which a request needs for its field ``param``; RequestError where there is none."""
+        if not self.model.has_tokenizer:
+            raise RequestError(
+                f"{self.model.folder.name} has no tokenizer, so it takes and gives token ids only; "
+                'send a list of ids in "prompt" to /v1/completions',
+                param=param,
+                code="not_offered_by_model",
+            )
+        return self.model.tokenizer
 
     # ---- chat -----------------------------------------------------------------------------------------------
 
@@ -104,6 +116,7 @@ class Preparer:
 
     def render(self, request: ChatRequest | TokenizeRequest, tools: Any, *, add_generation_prompt: bool = True) -> Any:
         """The prompt of a conversation; the request's own ``enable_thinking`` wins over the template's arguments."""
+        self.tokenizer("messages")  # whose lack is told before that of a template
         variables = dict(request.chat_template_kwargs or {})
         if request.enable_thinking is not None:
             variables["enable_thinking"] = request.enable_thinking
@@ -184,6 +197,8 @@ class Preparer:
         self._top_logprobs(top is not None, top)
         prepared = []
         for prompt in prompts:
+            if isinstance(prompt, str):
+                self.tokenizer("prompt")
             ids = self._checked(self.model.prompt_ids(prompt), "prompt")
             constraint = self._constraint(request, None, False)
             prepared.append(

@@ -22,7 +22,7 @@ class Run:
     """
 
     def __init__(self, scheduler: Scheduler, prepared: Sequence[Prepared]) -> None:
-        """Queues the jobs.  Raises Busy, in which case none of them is left behind."""
+        """Queues the jobs.  Raises what `Scheduler.submit` does, in which case none of them is left behind."""
         self._scheduler = scheduler
         self._events: deque[tuple[int, Event]] = deque()
         self._ready = asyncio.Event()
@@ -78,6 +78,11 @@ class Run:
         job, index = self._places[choice]
         self._open.discard(choice)
         self._scheduler.drop(job, index)
+
+    def end(self, error: Exception) -> None:
+        """Whoever waits for this gets an error now, and not only once the step under way is done."""
+        self._events.append((0, Event(error=error)))
+        self._ready.set()
 
     def close(self) -> None:
         """Stop what is still computed.  Nothing, if all is done."""

@@ -47,6 +47,13 @@ class Busy(ColiError):
         self.retry_s = retry_s
 
 
+class Stopping(ColiError):
+    """The server ends: it computes nothing further and takes nothing new."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
+
+
 class Event(NamedTuple):
     """Something that happened to a job: exactly one of a token, scores of its prompt, an end, an error.
 
@@ -169,7 +176,10 @@ class Scheduler:
     # ---- from other threads ---------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queue a job.  Raises Busy where the queue is full, RequestError for more answers than there are slots."""
+        """Queue a job.
+
+        Raises Busy where the queue is full, Stopping at the end, RequestError for more answers than there are slots.
+        """
         if len(job.answers) > self.slots:
             raise RequestError(
                 f"n is {len(job.answers)}; this server computes {self.slots} answers at once (--parallel)", param="n"
@@ -177,7 +187,7 @@ class Scheduler:
         job.queued_at = time.monotonic()
         with self._wake:
             if self._closing:
-                raise Busy("the server is shutting down", 5)
+                raise Stopping()
             if len(self._waiting) >= self.queue + max(self.slots - self._used(), 0):
                 self.counts["refused"] += 1
                 wait_s = self._seconds_a_job * (1 + len(self._waiting) / self.slots)
@@ -208,11 +218,15 @@ class Scheduler:
             "prefixes": self.prefixes.stats(),
         }
 
-    def close(self) -> None:
-        """End the thread; what is still running or waiting is told so.  May be called twice."""
+    def stop(self) -> None:
+        """Compute nothing beyond the turn under way; what is still running or waiting is told so.  Does not wait."""
         with self._wake:
             self._closing = True
             self._wake.notify()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread's end.  May be called twice."""
+        self.stop()
         self._thread.join()
 
     # ---- the loop -------------------------------------------------------------------------------------------
@@ -225,7 +239,7 @@ class Scheduler:
             _log.error("the scheduler failed: %s: %s", type(error).__name__, error, exc_info=True)
             with self._wake:
                 self._closing = True
-        self._end_all(ColiError("the server is shutting down"))
+        self._end_all(Stopping())
 
     def _turn(self) -> bool:
         with self._wake:
@@ -317,7 +331,8 @@ class Scheduler:
     def _count_cancelled(self, job: Job) -> None:
         self.counts["cancelled"] += 1
         tokens = sum(len(answer.ids) for answer in job.answers)
-        _log.info("cancelled: the client left; prompt %d tokens, answer %d tokens so far", len(job.prompt), tokens)
+        why = "the server is stopping" if self._closing else "the client left"
+        _log.info("cancelled: %s; prompt %d tokens, answer %d tokens so far", why, len(job.prompt), tokens)
 
     # ---- prompts --------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The model behind the HTTP paths: loads it, runs its scheduler, says how it is.
 
-Loading happens on a thread of its own, so that /health can answer 503 meanwhile.  Closing ends the scheduler, then the
-model, which writes its heat.
+Loading happens on a thread of its own, so that /health can answer 503 meanwhile.  The end has two halves: stopping
+tells everybody who waits and returns at once; closing waits for the step under way, then ends the model, which writes
+its heat.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coli.errors import ColiError
 from coli.log import logger
 from coli.server.faults import Loading
 from coli.server.metrics import Metrics
-from coli.server.prepare import Preparer
-from coli.server.scheduler import Event, Job, Scheduler
+from coli.server.prepare import Prepared, Preparer
+from coli.server.run import Run
+from coli.server.scheduler import Event, Job, Scheduler, Stopping
 from coli.text.defaults import read_json_if_present
 from coli.text.template import template_sources
 
 if TYPE_CHECKING:
     from coli.model import Model
-    from coli.server.run import Run
 
 _log = logger("serve")
 
@@ -54,6 +56,8 @@ class Service:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loader: threading.Thread | None = None
         self._ready: tuple[Model, Scheduler, Preparer] | None = None
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._stopping = False
         self._closing = False
         self.failure: BaseException | None = None
         self.started_s = int(time.time())
@@ -119,6 +123,14 @@ class Service:
     def name(self) -> str:
         return self.model.folder.name
 
+    def begin(self, prepared: Sequence[Prepared]) -> Run:
+        """Queue a request's jobs.  On the event loop; raises what `Run` does."""
+        if self._stopping:
+            raise Stopping()
+        run = Run(self.scheduler, prepared)
+        self._runs.add(run)
+        return run
+
     def note(self, run: Run, what: str, tokens: int) -> None:
         """A request is answered: log it, count its times."""
         timings = run.timings(tokens)
@@ -169,6 +181,17 @@ class Service:
                 "device": tier.residency.device.tolist(),
             }
         return found
+
+    def stop(self) -> None:
+        """Tell everybody who waits that the server stops, and take no more.  On the event loop; does not wait."""
+        self._stopping = True
+        if self._ready is not None:
+            _log.info("the server is stopping")
+            self._ready[1].stop()
+        elif self.failure is None:
+            _log.info("the server is stopping once the model is loaded; Ctrl-C again ends it at once")
+        for run in list(self._runs):
+            run.end(Stopping())
 
     def close(self) -> None:
         """End the scheduler and the model.  A load under way is waited for."""

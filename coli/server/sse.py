@@ -21,7 +21,7 @@ from coli.server.shapes import Choice, Shape
 
 PING_S = 5.0  # between signs of life while a prompt is long; proxies and clients give up after 30 s and more
 SEND_TIMEOUT_S = 60.0  # a client that takes nothing for so long is gone
-GRACE_S = 10.0  # for streams that run when the server is told to end
+GRACE_S = 2.0  # for clients to take the end of their answers when the server is told to end
 
 _log = logger("serve")
 
@@ -109,7 +109,8 @@ class Stream(EventSourceResponse):
 
     def __init__(self, run: Run, events: AsyncIterator[bytes]) -> None:
         super().__init__(
-            events, ping=PING_S, sep="\n", send_timeout=SEND_TIMEOUT_S, shutdown_grace_period=GRACE_S,
+            events, ping=PING_S, sep="\n", send_timeout=SEND_TIMEOUT_S,
+            shutdown_grace_period=2 * GRACE_S,  # the server ends a stream, or cuts its connection, well before
         )  # fmt: skip
         self._run = run
 

@@ -333,6 +333,33 @@ def test_one_call_alone_where_parallel_calls_are_off(client_of):
     until(lambda: client.stats()["running"] == 0)
 
 
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_call_that_the_limit_cuts_off_is_left_out(client_of, choice):
+    """At whatever token it is cut, no markup is text, the text before it is, and the reason is the limit."""
+    call = "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+    lead = "" if choice == "required" else "Let me look.\n"
+    client = client_of(answering(f"{lead}{call}\n{call}"))
+    ids = len(client.post("/tokenize", {"content": lead + call}).json["tokens"])
+    tools = stream_case("tool_basic.json")["tools"]
+    for limit in range(ids - 60 if lead else 1, ids + 12):
+        body = chat_body("x", tools=tools, tool_choice=choice, max_tokens=limit, **NO_THINKING)
+        whole, streamed = both(client, body)
+        for message, reason in (whole, streamed):
+            assert reason == "length"
+            assert "<" not in (message["content"] or "")
+            assert [json.loads(c["function"]["arguments"]) for c in message["tool_calls"]] in ([], [{"city": "Oslo"}])
+        assert whole[0]["content"] == streamed[0]["content"]
+        assert len(whole[0]["tool_calls"]) == len(streamed[0]["tool_calls"]) >= (limit >= ids)
+
+
+def test_text_that_the_limit_cuts_off_stays_text(client_of):
+    """A tag that is no call's is kept where the answer is cut inside it."""
+    client = client_of(answering("a\n<div"))
+    body = chat_body("x", tools=stream_case("tool_basic.json")["tools"], max_tokens=6, **NO_THINKING)
+    for message, reason in both(client, body):
+        assert (message["content"], reason) == ("a\n<div", "length")
+
+
 def test_tool_choice_none_offers_no_tools(client_of):
     """What looks like a call is text where no call is wanted."""
     item = stream_case("tool_basic.json")["cases"][0]
@@ -383,7 +410,14 @@ def test_model_without_template_or_tokenizer_answers_what_it_can(client_of, tmp_
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     client = client_of(lambda ids: ord("y") if len(ids) < 6 else 256, folder=folder)
-    assert "tokenizer" in client.post("/v1/completions", {"prompt": "abc"}).json["error"]["message"]
+    for path, body in (
+        ("/v1/completions", {"prompt": "abc"}), (CHAT, chat_body("x")), ("/tokenize", {"content": "abc"}),
+        ("/v1/completions", {"prompt": [1], "response_format": {"type": "json_object"}}),
+    ):  # fmt: skip
+        refused = client.post(path, body)
+        message = refused.json["error"]["message"]
+        assert (refused.status, refused.json["error"]["code"]) == (400, "not_offered_by_model")
+        assert "tokenizer" in message and 'ids in "prompt"' in message and "--" not in message
     answer = client.post("/v1/completions", {"prompt": [1, 2, 3], "temperature": 0, "echo": True}).json["choices"][0]
     assert (answer["text"], answer["finish_reason"]) == ("1,2,3,121,121,121", "stop")
 

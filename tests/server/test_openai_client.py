@@ -189,5 +189,13 @@ def test_errors_are_the_clients_own_classes(api):
 
 
 def test_models(api):
-    """The list names the served model."""
-    assert [model.id for model in api.models.list()] == ["demo"]
+    """The list names the served model, which is also had by its id; another id is an error as OpenAI's."""
+    listed = list(api.models.list())
+    assert [model.id for model in listed] == ["demo"]
+    assert api.models.retrieve("demo") == listed[0]
+    for other in ("gpt-4o", "owner/model", "demo/"):
+        with pytest.raises(openai.NotFoundError) as missing:
+            api.models.retrieve(other)
+        error = missing.value
+        assert (error.code, error.param, error.type) == ("model_not_found", "model", "invalid_request_error")
+        assert other in error.message

@@ -27,6 +27,7 @@ def test_document_names_every_field_that_is_read(demo):
     """What is served is made of the structs that requests are checked against."""
     served = demo.get("/openapi.json").json
     assert served == json.loads(json.dumps(document()))
+    assert "404" in served["paths"]["/v1/models/{model}"]["get"]["responses"]
     for kind in (ChatRequest, CompletionRequest):
         properties = served["components"]["schemas"][kind.__name__]["properties"]
         assert set(properties) == set(kind.__struct_fields__)

@@ -206,4 +206,4 @@ def test_closing_tells_those_who_wait(serve):
         next(events)
         client.serving.service.scheduler.close()
         rest = list(events)
-    assert "shutting down" in rest[-2] and rest[-1] == "[DONE]"
+    assert "the server is stopping" in rest[-2] and rest[-1] == "[DONE]"

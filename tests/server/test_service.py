@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from server.serving import NO_THINKING, Client, Serving, answering, chat_body, scripted_model
+from server.serving import NO_THINKING, Client, Serving, answering, chat_body, scripted_model, until
 
 from coli.errors import ModelError
-from coli.server import sse
+from coli.server import http, sse
 
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).parents[2]
+ENDLESS = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "minLength": 7000}}}
 
 
 def test_health_is_503_while_loading():
@@ -111,16 +115,100 @@ def process(tmp_path):
 
 
 def test_shutdown_writes_heat_and_leaves_with_0(process, tmp_path):
-    """SIGTERM: the running answer gets its time, heat is on the disk, the status is 0."""
-    heat = tmp_path / "heat.json"
-    client, child = process("--devices", "fake:64MiB", "--heat", str(heat))
-    with client.open_stream(CHAT, chat_body("Tell me", max_tokens=300, stream=True)) as stream:
+    """SIGTERM and Ctrl-C: the running answer ends with an error at once, heat is on the disk, the status is 0."""
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        heat = tmp_path / f"heat{sig}.json"
+        client, child = process("--devices", "fake:64MiB", "--heat", str(heat))
+        body = {"prompt": [5, 6], "max_tokens": 8000, "stream": True, "response_format": ENDLESS}
+        with client.open_stream("/v1/completions", body) as stream:
+            events = iter(stream)
+            next(events)
+            child.send_signal(sig)
+            *_, error, done = events
+        begin = time.monotonic()
+        assert (json.loads(error)["error"]["code"], done) == ("server_stopping", "[DONE]")
+        assert child.wait(20) == 0
+        assert time.monotonic() - begin < 3
+        assert heat.stat().st_size > 100
+        log = child.stderr.read()
+        assert "[serve] the server is stopping" in log
+        assert "ASGI" not in log and "the client left" not in log and "Traceback" not in log
+
+
+def test_second_interrupt_ends_the_process_at_once(process):
+    """While the first one waits for a client that has not sent its whole request."""
+    client, child = process()
+    with socket.create_connection(("127.0.0.1", client.port), 5) as raw:
+        raw.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{" % CHAT.encode())
+        client.get("/health")
+        child.send_signal(signal.SIGINT)
+        for line in child.stderr:
+            if "the server is stopping" in line:
+                break
+        begin = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == -signal.SIGINT
+        assert time.monotonic() - begin < http.GRACE_S / 2
+
+
+def test_answers_are_told_of_the_end_before_the_step_under_way_is_over(caplog):
+    """Streams by an event, whole answers by a 503, also those that wait; the log says that the server is stopping."""
+    caplog.set_level("INFO")
+    model = scripted_model(answering("y", end=False), context=100_000)
+    serving = Serving(model, slots=2)
+    client = serving.start()
+    go, slow = threading.Event(), threading.Event()
+
+    def fail(parts):
+        if slow.is_set():
+            go.wait(20)
+
+    model.engine.fail = fail
+    whole = chat_body("x", max_tokens=90_000)
+    with ThreadPoolExecutor(3) as pool, client.open_stream(CHAT, {**whole, "stream": True}) as stream:
+        answers = [pool.submit(client.post, CHAT, whole) for _ in range(2)]
         events = iter(stream)
         next(events)
-        child.send_signal(signal.SIGTERM)
-        assert list(events)[-1] == "[DONE]"
-    assert child.wait(20) == 0
-    assert heat.stat().st_size > 100
+        until(lambda: (client.stats()["running"], client.stats()["waiting"]) == (2, 1))
+        slow.set()
+        stopped = pool.submit(serving.stop)
+        try:
+            *_, error, done = events
+            refused = [answer.result(10) for answer in answers]
+            assert not stopped.done()
+        finally:
+            go.set()
+        stopped.result(30)
+    assert (json.loads(error)["error"]["code"], done) == ("server_stopping", "[DONE]")
+    for answer in refused:
+        assert answer.status == 503
+        assert answer.json["error"] == {
+            "message": "the server is stopping", "type": "server_error", "param": None, "code": "server_stopping",
+        }  # fmt: skip
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages.count("the server is stopping") == 1
+    assert not [message for message in messages if "the client left" in message or "ASGI" in message]
+
+
+def test_clients_that_do_not_read_or_send_hold_up_no_end(caplog, monkeypatch):
+    """After a grace their connections are cut, without a complaint."""
+    monkeypatch.setattr(http, "GRACE_S", 0.3)
+    serving = Serving(scripted_model(answering("y", end=False), context=400_000))
+    client = serving.start()
+    body = json.dumps(chat_body("x", stream=True, logprobs=True, top_logprobs=20, max_tokens=300_000)).encode()
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body))
+    with socket.socket() as deaf, socket.create_connection(("127.0.0.1", client.port), 5) as mute:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", client.port))
+        deaf.sendall(head + body)
+        mute.sendall(head + b"{")
+        until(lambda: client.stats()["running"] == 1)
+        begin = client.stats()["tokens"]
+        until(lambda: client.stats()["tokens"] > begin + 2000, 20)  # more than the sockets' buffers hold
+        begin_s = time.monotonic()
+        serving.stop()
+        assert time.monotonic() - begin_s < 2
+    assert not [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
 
 
 @pytest.mark.full
