@@ -154,8 +154,8 @@ SETTINGS: tuple[Setting, ...] = (
             "The longest prompt plus answer. Memory for it grows as it is used; the model's own limit holds.",
             _count("tokens")),
     Setting("host", "127.0.0.1", "address", ("COLI_HOST",), "--host",
-            "The address that coli serve listens on; 0.0.0.0 lets other machines in, and without COLI_API_KEY it asks none "
-            "of them for a key."),
+            "The address that coli serve listens on; 0.0.0.0 lets other machines in, and without COLI_API_KEY it asks "
+            "none of them for a key."),
     Setting("port", 8080, "number", ("COLI_PORT",), "--port",
             "The port that coli serve listens on; 0 takes any free one.", _number_up_to(65535)),
     Setting("api_key", None, "text", ("COLI_API_KEY",), None,

@@ -7,16 +7,18 @@ import json
 import sys
 from typing import Any
 
-from coli.cli.common import LOADING, add_loading, load_model
+from coli.cli.common import LOADING, MODEL_HELP, add_loading, load_model
 from coli.errors import RequestError
 
 HELP = "measure a model's speed, or the kernels' beside the memory's; compare two records"
 
 _SIZES = {"prompt_tokens": (512, 16), "decode_tokens": (64, 48), "repeats": (5, 2)}  # plain, and with --calibrate
 
+_BEYOND_CACHES = 4  # times the last caches: so many bytes, read again and again, come from memory
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="what to measure (default demo)")
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=f"{MODEL_HELP}, the default")
     parser.add_argument("--kernels", action="store_true", help="the products of a 35B token instead of a model")
     parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="two records of --json; measures nothing")
     parser.add_argument(
@@ -71,12 +73,21 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name, row in record["results"].items():
         print(f"{name:<10} {row['tok_s']:10.1f} tok/s   {row['tokens']} tokens, median of {row['repeats']}")
-    read = record["results"]["decode"]
-    print(
-        f"{'memory':<10} {read['gb_s']:10.1f} GB/s    {100 * read['ratio']:.0f} % of the {read['read_gb_s']:.1f} GB/s "
-        f"that {record['threads']} threads read"
-    )
+    print(_read_line(record["results"]["decode"], record["threads"]))
     return 0
+
+
+def _read_line(decode: dict[str, Any], threads: int) -> str:
+    """What decode reads beside the ruler, which goes over the same weights: of small ones it measures caches."""
+    held = decode["n_bytes"] < _BEYOND_CACHES * decode["last_caches_bytes"]
+    line = (
+        f"{'weights' if held else 'memory':<10} {decode['gb_s']:10.1f} GB/s    {100 * decode['ratio']:.0f} % of the "
+        f"{decode['read_gb_s']:.1f} GB/s that {threads} thread{'s' if threads != 1 else ''} read"
+    )
+    if not held:
+        return line
+    mb, caches_mb = decode["n_bytes"] / 1e6, decode["last_caches_bytes"] / 1e6
+    return f"{line} of these {mb:,.1f} MB; with {caches_mb:,.1f} MB of caches that is not the memory's speed"
 
 
 def _kernels(args: argparse.Namespace) -> int:

@@ -85,7 +85,8 @@ def model_record(
                 "tokens": decode_tokens,
                 "repeats": repeats,
                 "seconds": decode,
-                **{key: asdict(row)[key] for key in ("gb_s", "read_gb_s", "ratio")},
+                **{key: asdict(row)[key] for key in ("gb_s", "read_gb_s", "ratio", "n_bytes")},
+                "last_caches_bytes": topology.last_caches_bytes,
             },
         },
     }
@@ -124,10 +125,17 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
         if after is None:
             lines.append(f"{name}: {before['tok_s']:.1f} tok/s -> not measured")
             continue
-        spread = max((max(r["seconds"]) - min(r["seconds"])) / median(r["seconds"]) for r in (before, after))
         change = after["tok_s"] / before["tok_s"] - 1
         lines.append(
             f"{name}: {before['tok_s']:.1f} -> {after['tok_s']:.1f} tok/s ({100 * change:+.1f} %; "
-            f"repeats spread by {100 * spread:.0f} %{', so this may be noise' if abs(change) < spread else ''})"
+            f"{_noise(before['seconds'], after['seconds'], abs(change))})"
         )
     return "\n".join(lines)
+
+
+def _noise(before: list[float], after: list[float], change: float) -> str:
+    """How far the repeats of each record lie apart, beside a change of the median."""
+    if min(len(before), len(after)) < 2:
+        return "one repeat has no spread, so noise cannot be told from a change: use --repeats 5"
+    spread = max((max(seconds) - min(seconds)) / median(seconds) for seconds in (before, after))
+    return f"repeats spread by {100 * spread:.0f} %{', so this may be noise' if change < spread else ''}"

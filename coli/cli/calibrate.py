@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from coli import settings
 from coli.errors import ColiError, PlacementError, RequestError
+from coli.log import logger
 from coli.placement import parse
 
 if TYPE_CHECKING:
@@ -140,7 +141,18 @@ class _Trial:
         else:
             allowances = [settings.get("vram", text) for text in self.args.vram.split(",")]
             allowances = [smallest if one == "auto" else one for one in allowances]
+            allowances = list(dict.fromkeys(self._what_there_is(one) for one in allowances))
         return [Row("cpu", None), *(Row(place, vram) for vram in allowances for place in self.places())]
+
+    def _what_there_is(self, allowance: int) -> int:
+        """An allowance that no device has is what the largest of them has: rows show what a placement could use."""
+        largest = max(device.free_bytes() for device in self.devices)
+        if allowance <= largest:
+            return allowance
+        logger("calibrate").warning(
+            "--vram %s MiB is more than any device has free; the rows are of %s MiB", _mib(allowance), _mib(largest)
+        )
+        return largest
 
     def places(self) -> list[str]:
         """Off, auto in both currencies, and lists: the one that was asked for, or what one would try by hand."""
@@ -269,9 +281,12 @@ class _Seen:
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """The lines of the table; lists have numbers, and stand below it in full."""
     lists = list(dict.fromkeys(row.place for row in rows if "=" in row.place))
-    yield f"{'place':<11} {'VRAM MiB':>9} {'stretch':>7} {'predicted':>10} {'measured':>9} {'ratio':>6}  identical"
+    yield (
+        f"{'place':<11} {'VRAM MiB':>9} {'stretch':>7} {'predicted tok/s':>15} {'measured tok/s':>14} "
+        f"{'predicted/measured':>18}  identical"
+    )
     for row in rows:
-        vram = "" if row.vram is None else f"{row.vram / (1 << 20):,.0f}"
+        vram = "" if row.vram is None else _mib(row.vram)
         place = f"list {lists.index(row.place) + 1}" if row.place in lists else row.place
         if row.skipped:
             yield f"{place:<11} {vram:>9} left out: it does not fit"
@@ -279,8 +294,12 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         for stretch in STRETCHES:
             predicted, measured = row.predicted_tok_s(stretch), row.tok_s(stretch)
             yield (
-                f"{place:<11} {vram:>9} {stretch:>7} {predicted:>10.1f} {measured:>9.1f} {predicted / measured:>6.2f}  "
-                f"{row.identical} of {row.runs}"
+                f"{place:<11} {vram:>9} {stretch:>7} {predicted:>15.1f} {measured:>14.1f} "
+                f"{predicted / measured:>18.2f}  {row.identical} of {row.runs}"
             )
     for number, place in enumerate(lists, start=1):
         yield f"list {number}: {place}"
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 20):,.0f}"

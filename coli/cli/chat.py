@@ -127,7 +127,7 @@ def _say(conversation: Conversation | RemoteConversation, text: str) -> None:
     thought.end()
     sys.stdout.write("\n")
     sys.stdout.flush()
-    if isinstance(conversation, Conversation) and (cut := conversation.cut_line()):
+    if cut := conversation.cut_line():
         logger("chat").info("the answer was %s", cut)
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -109,7 +110,7 @@ def examine(
     try:
         _nodes(report, topology, sorted(container.path.glob("*.safetensors")) if container else [])
         if machine is None:
-            _read(report, topology, binding, container)
+            _read(report, topology, binding, container, threads)
             _cards(report)
     finally:
         if container:
@@ -343,8 +344,9 @@ def _model(report: Report, model: str, memory: Memory) -> Container | None:
         facts,
         f"{folder}: {_size(size_bytes)}, trunk {formats.trunk_format}, experts {formats.expert_format}, "
         f"{token_bytes / 1e6:.1f} MB read per token",
-        f"files and tensors are whole; chat template: {template.used or 'none'}"
-        + ("" if facts["tokenizer"] else "; no tokenizer.json"),
+        "every file has its size and every tensor its shape; "
+        f"coli inspect --verify {shlex.quote(model)} reads every byte",
+        f"chat template: {template.used or 'none'}" + ("" if facts["tokenizer"] else "; no tokenizer.json"),
     )
     if template.differ:
         report.find(
@@ -352,9 +354,8 @@ def _model(report: Report, model: str, memory: Memory) -> Container | None:
             "remove the one that is not wanted",
         )
     if template.used is None:
-        report.find(
-            f"{folder}: no chat template, so chat is refused", "coli run --raw works; or add a chat_template.jinja"
-        )
+        works = "coli run --raw works; or " if facts["tokenizer"] else ""
+        report.find(f"{folder}: no chat template, so chat is refused", f"{works}add a chat_template.jinja")
     if not facts["tokenizer"]:
         report.find(
             f"{folder}: no tokenizer.json, so there is no text",
@@ -368,17 +369,25 @@ def _model(report: Report, model: str, memory: Memory) -> Container | None:
     return container
 
 
-def _read(report: Report, topology: Topology, binding: Binding, container: Container | None) -> None:
+def _read(
+    report: Report, topology: Topology, binding: Binding, container: Container | None, threads: str | None
+) -> None:
+    """What the team reads of memory; of a model, its own team, chosen as any verb's, and what its decode reads."""
     import coli
     from coli.threads.bandwidth import read_gb_s
     from coli.threads.tuning import decode_tok_s
 
-    read = read_gb_s(topology, binding.cpus, binding.threads)
-    facts: dict[str, Any] = {"read_gb_s": round(read, 2), "threads": binding.threads}
-    lines = [f"{read:.1f} GB/s by {_count(binding.threads, 'thread')} (xor of a buffer beyond the caches)"]
+    tok_s = 0.0
     if container:
-        with coli.load(container.path, devices="none", threads=binding.threads) as model:
-            tok_s = decode_tok_s(model)
+        with coli.load(container.path, devices="none", threads=threads) as model:
+            n_threads, cpus = model.engine.team.n_threads, model.engine.cpus
+            read, tok_s = read_gb_s(topology, cpus, n_threads), decode_tok_s(model)
+    else:
+        n_threads = binding.threads
+        read = read_gb_s(topology, binding.cpus, n_threads)
+    facts: dict[str, Any] = {"read_gb_s": round(read, 2), "threads": n_threads}
+    lines = [f"{read:.1f} GB/s by {_count(n_threads, 'thread')} (xor of a buffer beyond the caches)"]
+    if container:
         token_bytes = sum(container.bytes_read_per_token().values())
         decode = tok_s * token_bytes / 1e9
         facts |= {"decode_tok_s": round(tok_s, 2), "decode_gb_s": round(decode, 2), "ratio": round(decode / read, 3)}

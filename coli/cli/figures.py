@@ -19,7 +19,8 @@ def figures_beside(
 ) -> Probe | None:
     """Of these devices, and of the team that a model's engine would have beside them; kept ones, else measured now.
 
-    model, threads : as MODEL and --threads; what ``coli tune`` found for the model counts.   anyway : measure devices without an identity too; else they have no figures.
+    model, threads : as MODEL and --threads; what ``coli tune`` found for the model counts.
+    anyway : measure devices without an identity too; else they have no figures.
     """
     from coli import settings
     from coli._core import step

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Show a model's geometry and number formats, its bytes by component, and the bytes that one decoded token reads. "
-    "A Hugging Face folder is shown as it is, without converting it."
+    "A Hugging Face folder or a GGUF file is shown as it is, without converting it."
 )
 
 
@@ -86,14 +86,10 @@ def describe_container(container: Container) -> dict[str, Any]:
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything that ``coli inspect`` shows of a checkpoint; its tensors are checked as for a conversion."""
+    from coli.convert.gguf import stored_types
     from coli.convert.plan import plan_sources
 
     plan_sources(checkpoint)
-    types: dict[str, dict[str, int]] = {}
-    for tensor in checkpoint.tensors.values():
-        of_type = types.setdefault(tensor.kind, {"tensors": 0, "bytes": 0})
-        of_type["tensors"] += 1
-        of_type["bytes"] += tensor.n_bytes
     with _small_files(checkpoint) as folder:
         template, stops = _chat_template(folder), _stop_ids(folder)
     return {
@@ -104,7 +100,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "stop_ids": stops,
         "tied": checkpoint.config.tie_word_embeddings,
         "files": len(checkpoint.files),
-        "tensors": types,
+        "tensors": stored_types(checkpoint),
         "skipped": checkpoint.skipped,
     }
 
@@ -172,8 +168,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         "DeltaNet": f"{geometry['linear_num_key_heads']} key heads of {geometry['linear_key_head_dim']}, "
         f"{geometry['linear_num_value_heads']} value heads of {geometry['linear_value_head_dim']}, "
         f"convolution over {geometry['linear_conv_kernel_dim']}",
-        "experts": f"{geometry['num_experts']} of {geometry['moe_intermediate_size']}, "
-        f"{geometry['num_experts_per_tok']} a token, and a shared one of {geometry['shared_expert_intermediate_size']}",
+        "experts": f"{geometry['num_experts']} a layer, each {geometry['moe_intermediate_size']} wide; "
+        f"{geometry['num_experts_per_tok']} a token, and a shared one {geometry['shared_expert_intermediate_size']} "
+        "wide",
         "context": f"{geometry['max_position_embeddings']:,} positions",
         "stop ids": ", ".join(map(str, found["stop_ids"])) or "none",
         "chat template": found["chat_template"]["used"] or "none",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 
 import coli
@@ -18,7 +19,8 @@ from coli.errors import ColiError
 
 TYPE_CHECKING = False  # as in coli/__init__.py
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from types import FrameType
     from typing import NoReturn
 
 VERBS = {
@@ -37,6 +39,8 @@ VERBS = {
 
 _NO_STDOUT = ("serve",)  # verbs that need no standard output: a service manager may close it
 
+_OWN_SIGNALS = ("serve",)  # verbs whose event loop looks for Python's own handler
+
 _BAD_INPUT, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 
 
@@ -52,14 +56,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     streams.fill_in()
     argv = list(sys.argv[1:] if argv is None else argv)
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    verb = argv[0] if argv else None
+    has_handler = verb not in _OWN_SIGNALS and _replace_handler(signal.default_int_handler, note)
     try:
-        return _guarded(argv)
+        return _guarded(argv, noted)
     finally:
+        if has_handler:
+            _replace_handler(note, signal.default_int_handler)
         streams.settle()
 
 
-def _guarded(argv: list[str]) -> int:
-    """What `_main` returns, with every error as a line and a status."""
+def _replace_handler(old: Callable[..., None], new: Callable[..., None]) -> bool:
+    """Put a handler of SIGINT in another's place; False where that one is not there, or this is not the main thread."""
+    if signal.getsignal(signal.SIGINT) is not old:
+        return False
+    try:
+        signal.signal(signal.SIGINT, new)
+    except ValueError:
+        return False
+    return True
+
+
+def _guarded(argv: list[str], noted: list[int]) -> int:
+    """What `_main` returns, with every error as a line and a status.   noted : the interrupts that came."""
     try:
         try:
             status = _main(argv)
@@ -82,9 +107,19 @@ def _guarded(argv: list[str]) -> int:
         streams.say(f"coli: error: {error.filename or 'standard output'}: {error.strerror or error}")
         return 1
     except Exception as error:
+        if _is_interrupt(error, noted):
+            return _INTERRUPTED
         _trace_if_debugging()
         streams.say(f"coli: {type(error).__name__}: {error} (COLI_LOG=debug shows where)")
         return 1
+
+
+def _is_interrupt(error: BaseException, noted: list[int]) -> bool:
+    """Whether an error is what an import made of Ctrl-C: one with that behind it, or, of C code, a bare ImportError."""
+    if noted and isinstance(error, ImportError):
+        return True
+    behind = error.__cause__ or error.__context__
+    return isinstance(error, KeyboardInterrupt) or (behind is not None and _is_interrupt(behind, []))
 
 
 def _main(argv: list[str]) -> int:

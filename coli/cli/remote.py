@@ -60,6 +60,7 @@ class RemoteConversation:
         if any(value is not None for value in thinking.values()):
             self._body["chat_template_kwargs"] = {k: v for k, v in thinking.items() if v is not None}
         self._timings: dict[str, Any] | None = None
+        self._cut: str | None = None  # the channel in which the last answer was cut off
         self.messages: list[dict[str, Any]] = []
 
     def check(self) -> str:
@@ -76,15 +77,20 @@ class RemoteConversation:
         user = {"role": "user", "content": text}
         said: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         body = {**self._body, "messages": [*self.messages, user], "stream": True}
+        self._cut, last = None, "content"
         try:
             with self._open("/v1/chat/completions", body) as response:
                 for chunk in self._chunks(response):
                     self._timings = chunk.get("timings", self._timings)
-                    delta = (chunk.get("choices") or [{}])[0].get("delta") or {}
+                    choice = (chunk.get("choices") or [{}])[0]
+                    delta = choice.get("delta") or {}
                     for key, channel in (("reasoning_content", "reasoning"), ("content", "content")):
                         if delta.get(key):
+                            last = channel
                             said[key].append(delta[key])
                             yield Delta(channel, delta[key])  # type: ignore[arg-type]
+                    if choice.get("finish_reason") == "length":
+                        self._cut = last
         except (http.client.HTTPException, OSError) as error:
             raise ColiError(f"{self._base}: the answer broke off ({error})") from None
         finally:
@@ -92,10 +98,19 @@ class RemoteConversation:
             if texts:
                 self.messages += [user, {"role": "assistant", "content": "", **texts}]
 
+    def cut_line(self) -> str | None:
+        """What cut the last answer off, in words; None where it ended by itself."""
+        if self._cut is None:
+            return None
+        where = "cut off inside the thought" if self._cut == "reasoning" else "cut off"
+        limit = self._body.get("max_tokens")
+        by = "by the server's limit or the context" if limit is None else f"by --max-tokens {limit} or the context"
+        return f"{where} {by}"
+
     def reset(self, messages: list[dict[str, Any]] | None = None) -> None:
         """Start again, with nothing or with a history."""
         self.messages = messages or []
-        self._timings = None
+        self._timings, self._cut = None, None
 
     def stats(self) -> Iterator[str]:
         """Lines about the last answer and the server."""

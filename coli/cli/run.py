@@ -21,7 +21,7 @@ HELP = (
 )
 _PROMPT_HELP = (
     "the prompt; without one, standard input is read. Text is taken as it is, byte for byte: the newline at the end of "
-    "a file, or of what echo prints, is a part of the prompt (printf %%s, or head -c, gives none)"
+    "a file, or of what echo prints, is a part of the prompt (printf prints none)"
 )
 
 

@@ -41,6 +41,23 @@ def open_checkpoint(src: str | Path, n_threads: int = 1) -> Checkpoint:
     return GgufCheckpoint(path, n_threads) if is_gguf(path) else Checkpoint(path, n_threads)
 
 
+def stored_types(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    """{number format: {"tensors", "bytes"}} of the model's tensors as its files hold them, by the formats' own names.
+
+    Those of a GGUF file are what llama.cpp made of a checkpoint's: fewer, since experts are stacked.
+    """
+    if isinstance(checkpoint, GgufCheckpoint):
+        stored = [(checkpoint.type_name(entry), entry.n_bytes) for entry in checkpoint.stored.values()]
+    else:
+        stored = [(tensor.kind, tensor.n_bytes) for tensor in checkpoint.tensors.values()]
+    types: dict[str, dict[str, int]] = {}
+    for name, n_bytes in stored:
+        of_type = types.setdefault(name, {"tensors": 0, "bytes": 0})
+        of_type["tensors"] += 1
+        of_type["bytes"] += n_bytes
+    return types
+
+
 @dataclass(frozen=True)
 class GgufTensor(SourceTensor):
     """A tensor of the checkpoint and where the file has it.
@@ -60,7 +77,8 @@ class GgufTensor(SourceTensor):
 class GgufCheckpoint(Checkpoint):
     """An opened GGUF file, or the parts of one, of an architecture of this family.
 
-    The attributes are a `Checkpoint`'s; path is the file, or the first of its parts.
+    The attributes are a `Checkpoint`'s; path is the file, or the first of its parts.   stored : the file's own tensors
+    that the model is made of, by their names there.
 
     Raises ModelError naming the file and the tensor or key.
     """
@@ -76,9 +94,9 @@ class GgufCheckpoint(Checkpoint):
         self._open: dict[Path, int] = {}
         self._metadata = Metadata(self._gguf.metadata, str(self.path))
         self._architecture = architecture_of(self._metadata)
-        stored = self._without_layers_ahead()
-        embedding = self._stored(stored, "token_embd.weight")
-        self._config_dict = config_of(self._metadata, self._architecture, stored, embedding.shape[0])
+        self.stored = self._without_layers_ahead()
+        embedding = self._stored("token_embd.weight")
+        self._config_dict = config_of(self._metadata, self._architecture, self.stored, embedding.shape[0])
         self.config = ModelConfig.from_dict(
             self._config_dict,
             f"{self.path}, as config.json",
@@ -86,7 +104,7 @@ class GgufCheckpoint(Checkpoint):
             f"{self.path}, as generation_config.json",
         )
         self.tensors: dict[str, SourceTensor] = {}
-        self._take(stored)
+        self._take()
 
     def fingerprint(self) -> dict[str, Any]:
         """Names, sizes and times of the files, and what their metadata became."""
@@ -139,36 +157,41 @@ class GgufCheckpoint(Checkpoint):
                 kept[name] = entry
         return kept
 
-    def _take(self, stored: dict[str, GgufEntry]) -> None:
+    def type_name(self, entry: GgufEntry) -> str:
+        """What llama.cpp calls a tensor's number format, such as Q4_K."""
+        return self._package.GGMLQuantizationType(entry.type).name
+
+    def _take(self) -> None:
         """Every tensor of the model from its place in the file; ModelError for one missing, odd or left over."""
         type_names: dict[int, str] = {}
         used: set[str] = set()
-        for origin in origins(self.config, self._architecture, stored):
-            entry = self._stored(stored, origin.stored)
+        for origin in origins(self.config, self._architecture, self.stored):
+            entry = self._stored(origin.stored)
             if _without_ones(entry.shape) != _without_ones(origin.stored_shape):
                 raise ModelError(
                     f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}; its metadata makes it "
                     f"{list(origin.stored_shape)}"
                 )
             if entry.type not in type_names:
-                type_names[entry.type] = self._type_name(entry)
+                self._check_type(entry)
+                type_names[entry.type] = self.type_name(entry)
             used.add(entry.name)
             n_bytes = math.prod(origin.shape) // entry.block * entry.block_bytes
             kind = _STORED_KINDS.get(type_names[entry.type], "f32") if origin.values == AS_STORED else "f32"
             self.tensors[origin.name] = GgufTensor(
                 entry.name, entry.path, kind, origin.shape, entry.offset, n_bytes, entry=entry, origin=origin
             )
-        for name, entry in stored.items():
+        for name, entry in self.stored.items():
             if name not in used:
                 raise ModelError(f"{entry.path}: tensor {name} is unknown: no part of the model owns it")
 
-    def _stored(self, stored: dict[str, GgufEntry], name: str) -> GgufEntry:
-        if name not in stored:
+    def _stored(self, name: str) -> GgufEntry:
+        if name not in self.stored:
             raise ModelError(f"{self.path}: tensor {name} is missing")
-        return stored[name]
+        return self.stored[name]
 
-    def _type_name(self, entry: GgufEntry) -> str:
-        """The name of a tensor's type; ModelError for one that the package cannot widen, though it knows its size."""
+    def _check_type(self, entry: GgufEntry) -> None:
+        """ModelError for a type that the package cannot widen, though it knows its size."""
         kind = self._package.GGMLQuantizationType(entry.type)
         try:
             with np.errstate(all="ignore"):
@@ -177,7 +200,6 @@ class GgufCheckpoint(Checkpoint):
             raise ModelError(
                 f"{entry.path}: tensor {entry.name} has type {kind.name}, which the gguf package cannot widen"
             ) from None
-        return kind.name
 
     @cached_property
     def _vocabulary(self) -> Vocabulary | None:

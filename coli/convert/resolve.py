@@ -28,6 +28,16 @@ DEMO = "demo"
 
 # As the hub writes ids: owner/name, each a word.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# No model on the hub is called so: who writes one of these ends names a folder or a file.
+_LOCAL_SUFFIXES = (".coli", SUFFIX, PARTIAL_SUFFIX, ".safetensors", ".json", ".jinja", ".bin", ".pt", ".pth")
+# What the hub's client says of these, at length, in words of our own, by the names of its errors.
+_HUB_REASONS = {
+    "GatedRepoError": "its owner lets in those who ask: ask on its page there, then log in (hf auth login)",
+    "RepositoryNotFoundError": "there is no model of that name, or it is private (hf auth login)",
+    "LocalEntryNotFoundError": "it cannot be reached from here, and this model was never fetched whole",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE keeps it from being asked, and this model was never fetched whole",
+}
+_LONGEST_REASON = 120
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
               "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
 
@@ -72,8 +82,18 @@ def find_model(name: str) -> Path:
     if (unfinished := path.with_name(path.name + PARTIAL_SUFFIX)).is_dir():
         raise ModelError(f"{path}: not there, but {unfinished} is: finish that conversion with the same coli convert")
     if _HUB_ID.fullmatch(name):
+        if reason := _why_a_path(name):
+            raise ModelError(f"{name}: there is no such folder or file (the Hugging Face hub is not asked: {reason})")
         return download(name)
     raise ModelError(f"{name}: no such folder, not the name of the demo model ({DEMO}), and not a hub id (owner/name)")
+
+
+def _why_a_path(name: str) -> str | None:
+    """Why a name that could be a hub id is rather a path that was mistyped; None where it is not."""
+    if name.lower().endswith(_LOCAL_SUFFIXES):
+        return f"a name that ends in {Path(name).suffix} is a path"
+    first = Path(name).parts[0]
+    return f"{first} is a folder here" if Path(first).is_dir() else None
 
 
 def is_container(path: Path) -> bool:
@@ -96,8 +116,17 @@ def download(repository: str) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
     except Exception as error:  # its transports raise types of many packages; each ends as one line here
-        reason = " ".join(str(error).split())[:300]
+        reason = _hub_reason(error)
         raise ModelError(f"{repository}: no such folder, and the Hugging Face hub gave no model: {reason}") from None
+
+
+def _hub_reason(error: Exception) -> str:
+    """Why the hub gave nothing, in one clause: ours, or the first that its client says."""
+    for kind in type(error).__mro__:
+        if kind.__name__ in _HUB_REASONS:
+            return _HUB_REASONS[kind.__name__]
+    said = re.split(r"[.:;] (?=[A-Z])", " ".join(str(error).split()))[0]
+    return said[:_LONGEST_REASON] or type(error).__name__
 
 
 def convert_cached(src: str | Path) -> Path:

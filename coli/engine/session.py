@@ -166,8 +166,8 @@ class Engine:
         self._thread.call(self._start, max(1, self.team.n_threads - n), cpus or None)
 
     def begin(self, ids: np.ndarray, positions: int = 64) -> step.Sequence:
-        """On the engine thread: a batch of one new sequence, set up so that ``runner`` runs its operations one by one, as
-        benches, probes and traces do.
+        """On the engine thread: a batch of one new sequence, for whoever lets ``runner`` do its operations one by one:
+        benches, probes, traces.
 
         ids : int32, checked.   positions : that the sequence may reach.
         """

@@ -192,7 +192,8 @@ def _figures(shape: ModelShape, block_bytes: float, us: Mapping[str, float]) -> 
 
     # The shared experts and the small matrices are read as the projections are.
     beside_bytes = sum(item.bytes for item in shape.components if item.name == "shexp") + shape.rest_bytes
-    parts_us = matrix_us * (1 + beside_bytes / block_bytes) + state_us + group_us + shape.topk * of_one / group_gb_s / 1e3
+    experts_us = group_us + shape.topk * of_one / group_gb_s / 1e3
+    parts_us = matrix_us * (1 + beside_bytes / block_bytes) + state_us + experts_us
     faster = max(1.0, parts_us / us["whole"])
     return CpuSpeeds(
         matrix=Speed(faster * block_bytes / matrix_us / 1e3),

@@ -26,6 +26,7 @@ def own_cache(cache, monkeypatch):
     """Figures go to these tests' own folder; lines to this test's standard error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(logging.getLogger("coli"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("coli"), "propagate", True)
 
 
 def test_calibrate_prints_a_table_that_ends_with_the_runs_that_were_identical(capsys):
@@ -35,12 +36,24 @@ def test_calibrate_prints_a_table_that_ends_with_the_runs_that_were_identical(ca
     assert status == 0
     assert lines[-1] == "identical: 7 of 7"
     assert lines[-2] == "list 1: dnproj=0,dnout=0,experts=0"
+    assert "predicted tok/s" in lines[0] and "measured tok/s" in lines[0] and "predicted/measured" in lines[0]
     rows = [line.split() for line in lines[1:-2]]
     assert 14 == len(rows)
     assert ["cpu", "cold"] == rows[0][:2] and ["off", "6", "warm"] == rows[3][:3]
     for row in rows:
         predicted, measured, ratio = map(float, row[-6:-3])
         assert predicted > 0 and measured > 0 and ratio == pytest.approx(predicted / measured, abs=0.02)
+
+
+def test_calibrate_shows_the_memory_that_there_was(capsys):
+    """An allowance larger than the device is the device's, once, and a line says so."""
+    status = main([*FAST, "--devices", "fake:16MiB", "--vram", "64MiB,32MiB,16MiB", "--place", "lmhead=0"])
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines()[1:-2]]
+    assert status == 0
+    assert {row[1] for row in rows[2:] if row[0] == "off"} == {"16"}
+    assert len([row for row in rows if row[0] == "off"]) == 2  # cold and warm
+    assert "[calibrate] warning: --vram 64 MiB is more than any device has free; the rows are of 16 MiB" in err
 
 
 def test_calibrate_json_is_the_whole_record(capsys):

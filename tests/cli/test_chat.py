@@ -42,6 +42,17 @@ def test_chat_answers_each_line_and_leaves_at_the_end_of_input(cli, capsys, monk
     assert capsys.readouterr().out == "Hello.\nSee you.\n"
 
 
+@pytest.mark.parametrize(("n", "where"), [("3", "inside the thought "), ("9", "")])
+def test_chat_says_that_an_answer_was_cut_off(cli, capsys, monkeypatch, n, where):
+    """An answer that --max-tokens ended is said to be, once, on standard error; one that ended by itself is not."""
+    monkeypatch.setattr(sys, "stdin", stdin("Hi\n"))
+    assert cli(["chat", "m", "--temperature", "0", "--max-tokens", n], "hmm" + NO_THINKING + "Hello.<|im_end|>") == 0
+    line = f"[chat] the answer was cut off {where}by --max-tokens {n} (a larger one gives more)\n"
+    assert capsys.readouterr() == ("\n" if where else "Hel\n", line)
+    assert talk(cli, monkeypatch, "Hi\n", "Hello.") == 0
+    assert "cut off" not in capsys.readouterr().err
+
+
 def test_chat_quit_leaves(cli, capsys, monkeypatch):
     """/quit leaves; what was typed behind it is not read."""
     assert talk(cli, monkeypatch, "Hi\n/quit\nmore\n", "Hello.") == 0

@@ -35,6 +35,16 @@ def test_chat_url_answers_and_keeps_the_history(server, monkeypatch, capsys):
     assert stats["finished"] == 2 and stats["prompt_tokens"] == 23 + 55
 
 
+def test_chat_url_says_what_cut_an_answer_off(server, monkeypatch, capsys):
+    """Inside the thought or behind it; nothing for an answer that ended by itself."""
+    assert talk(server, monkeypatch, "Hi\n") == 0
+    assert "cut off" not in capsys.readouterr().err
+    assert talk(server, monkeypatch, "Hi\n", "--max-tokens", "1") == 0
+    assert "the answer was cut off inside the thought by --max-tokens 1" in capsys.readouterr().err
+    assert talk(server, monkeypatch, "Hi\n", "--max-tokens", "10") == 0
+    assert "the answer was cut off by --max-tokens 10" in capsys.readouterr().err
+
+
 def test_chat_url_wrong_key_or_nobody_there_is_one_line(server, monkeypatch, capsys):
     """The server's own words, or that it cannot be reached; status 2."""
     assert talk(server, monkeypatch, "Hi\n", key="x") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -315,6 +316,39 @@ def test_doctor_on_a_model_checks_it_and_lets_it_decode(make_container):
     assert 0 < report.facts["model"]["bytes_per_token"] < report.facts["model"]["bytes"]
     assert report.facts["read"]["decode_tok_s"] > 0
     assert "the model's pages that are in memory" in report.lines["nodes"][-1]
+
+
+def test_doctor_says_what_was_checked_of_a_model(make_container, tmp_path):
+    """A flipped bit is beyond sizes and shapes: the line says so, and what finds it."""
+    folder = Path(shutil.copytree(make_container("tiny-random"), tmp_path / "a model"))
+    path = folder / "model-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    report = doctor.Report()
+    container = doctor._model(report, str(folder), Memory(0, 0, 0, 0))
+    container.close()
+    assert "every file has its size and every tensor its shape" in report.lines["model"][1]
+    assert f"coli inspect --verify '{folder}' reads every byte" in report.lines["model"][1]
+    assert "whole" not in " ".join(report.lines["model"])
+
+
+def test_doctor_lets_a_model_choose_its_team_itself(make_container, caplog, monkeypatch):
+    """Nobody asked for a number of threads, so no line says that somebody did; who asked is told so."""
+    monkeypatch.setattr(logging.getLogger("coli"), "propagate", True)
+    caplog.set_level("INFO", "coli.threads")
+    folder = str(make_container("tiny-random"))
+    report = examine(folder)
+    assert "(default: " in caplog.text and "as asked" not in caplog.text
+    assert report.facts["read"]["threads"] == report.facts["threads"]["threads"]
+    assert examine(folder, threads="1").facts["read"]["threads"] == 1
+    assert "1 thread (--threads: as asked)" in caplog.text
+
+
+def test_doctor_advises_only_what_the_model_can_do(make_container):
+    """Without a tokenizer there is no text for --raw."""
+    report = model_report(make_container("tiny-random"), Memory(0, 0, 0, 0))
+    assert "coli run --ids works" in findings(report) and "--raw" not in findings(report)
 
 
 def test_doctor_says_when_the_two_templates_differ(tmp_path):

@@ -7,7 +7,10 @@ import logging
 import shutil
 
 import checkpoints
+import gguf
 import pytest
+from conftest import FIXTURES
+from convert import gguf_writer
 
 from coli.cli.main import main
 from coli.container.header import read_header
@@ -95,3 +98,31 @@ def test_inspect_shows_the_stop_ids_of_all_files(tmp_path, capsys):
     assert main(["inspect", str(src)]) == 0 and "stop ids             256, 258\n" in capsys.readouterr().out
     (src / "tokenizer.json").unlink()
     assert inspect(capsys, src)["stop_ids"] == [256]
+
+
+def test_inspect_shows_the_tensors_of_a_gguf_file_as_the_file_has_them(tmp_path, capsys):
+    """llama.cpp's formats, stacked experts counted once, and bytes that add up to the file's own; nothing as f32."""
+    path = gguf_writer.write(FIXTURES / "tiny-textonly", tmp_path / "m.gguf", "Q8_0")
+    stored = gguf.GGUFReader(path).tensors
+    expected: dict[str, dict[str, int]] = {}
+    for tensor in stored:
+        of_type = expected.setdefault(tensor.tensor_type.name, {"tensors": 0, "bytes": 0})
+        of_type["tensors"] += 1
+        of_type["bytes"] += int(tensor.n_bytes)
+    assert set(expected) == {"F32", "Q8_0"}
+    assert inspect(capsys, path)["tensors"] == expected
+    assert main(["inspect", str(path)]) == 0
+    row = expected["Q8_0"]
+    assert f"Q8_0 {row['tensors']:>15} tensors {row['bytes']:>18,} bytes\n" in capsys.readouterr().out
+
+
+def test_inspect_says_what_the_numbers_of_the_experts_are(make_container, capsys):
+    """How many, and how wide: "64 of 512" was read as a share."""
+    folder = make_container("tiny-random")
+    geometry = inspect(capsys, folder)["geometry"]
+    assert main(["inspect", str(folder)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("experts  "))
+    assert line.split(None, 1)[1] == (
+        f"8 a layer, each {geometry['moe_intermediate_size']} wide; {geometry['num_experts_per_tok']} a token, "
+        f"and a shared one {geometry['shared_expert_intermediate_size']} wide"
+    )

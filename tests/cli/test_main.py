@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -106,6 +109,39 @@ def test_interrupt_is_status_130(verb):
     """Ctrl-C ends quietly, with the status that shells expect."""
     verb(raising(KeyboardInterrupt()))
     assert cli.main(["bench"]) == 130
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_interrupt_that_an_import_made_something_else_of_is_quiet(verb, capsys, hides):
+    """NumPy's C code answers Ctrl-C with an ImportError and a page of advice, a class body with a RuntimeError."""
+
+    def run(args):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        except KeyboardInterrupt as error:
+            if hides:
+                raise ImportError("IMPORTANT: PLEASE READ THIS") from None
+            raise RuntimeError("Error calling __set_name__") from error
+
+    def hiding(args):
+        try:
+            run(args)
+        except ImportError as error:
+            text = str(error)
+        raise ImportError(text)  # with nothing behind it
+
+    verb(hiding if hides else run)
+    assert cli.main(["bench"]) == 130
+    assert capsys.readouterr() == ("", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_import_that_fails_by_itself_is_said(verb, capsys):
+    """Without an interrupt an ImportError is an error like any other."""
+    verb(raising(ImportError("no such package")))
+    assert cli.main(["bench"]) == 1
+    assert "ImportError: no such package" in capsys.readouterr().err
 
 
 def test_internal_error_is_one_line_unless_debugging(verb, capsys, monkeypatch):
@@ -225,6 +261,14 @@ def test_every_verb_that_exists_keeps_the_contract():
         assert callable(module.run)
     shown = cli._top_parser().format_help()
     assert [name for name in cli.VERBS if f"\n  {name:<9} " in shown] == present
+
+
+@pytest.mark.parametrize("verb", ["run", "chat", "serve", "bench"])
+def test_help_of_model_says_that_a_hub_id_will_do(verb, capsys):
+    """What is accepted is written where people look for it."""
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    assert "the id of a model on the Hugging Face hub" in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_costs_at_most_60_ms_over_an_empty_program():

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
-from scripted import TINY, tiny_ids
+from scripted import TINY, ScriptedEngine, tiny_ids
 
+from coli.cli import common
+from coli.cli.main import main
 from coli.model import Model
 
 
@@ -156,3 +160,98 @@ def test_run_input_that_is_not_utf8_names_the_byte(cli, capsys, monkeypatch):
     piped(monkeypatch, b"ab\xff")
     assert cli(["run", "m"], "ok") == 2
     assert "standard input: not UTF-8 at byte 2" in capsys.readouterr().err
+
+
+def test_run_says_what_cut_an_answer_off(cli, capsys):
+    """The line of the speeds names the flag that moves the end; an answer that ended by itself has none of it."""
+    assert cli(["run", "m", "Go", "--max-tokens", "3"], "abcdef") == 0
+    out, err = capsys.readouterr()
+    assert out == "abc\n"
+    assert err.count("\n") == 1 and err.rstrip().endswith("; cut off by --max-tokens 3 (a larger one gives more)")
+    assert cli(["run", "m", "Go", "--max-tokens", "4"], "abc<|endoftext|>") == 0
+    assert "cut off" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "n", "where"),
+    [
+        ("hm, let me", 4, "cut off inside the thought by --max-tokens 4"),
+        ("\n\n\n", 2, "cut off inside the thought by"),  # nothing of the thought is there yet
+        ("hm</think>\n\nFour.", 3, "; cut off by --max-tokens 3"),  # behind it, before the answer
+        ("hm</think>\n\nFour.", 6, "; cut off by --max-tokens 6"),
+    ],
+)
+def test_run_chat_says_that_a_thought_was_cut_off(cli, capsys, answer, n, where):
+    """An empty answer has its reason on standard error."""
+    assert cli(["run", "m", "--chat", "2+2", "--max-tokens", str(n)], answer) == 0
+    assert where in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("largest", "how"), [(16, "raise --context for more"), (8, "the model takes no more")])
+def test_run_says_that_the_context_is_full(largest, how):
+    """--max-tokens was not reached: --context is the flag to raise, where the model can have more."""
+
+    engine = ScriptedEngine(lambda ids: 97, context=8)
+    engine.config.max_position_embeddings = largest
+    model = Model(engine, TINY)
+    generation = model.generate("Go", max_tokens=100)
+    assert "".join(generation) == "a" * 6
+    line = common.cut_line(generation, model, 100, chat=False)
+    assert line == f"cut off: the context of 8 tokens is full ({how})"
+
+
+@pytest.mark.parametrize("flags", [("--temperature", "-1"), ("--max-tokens", "-1"), ("--stop", ""), ("--top-p", "2")])
+@pytest.mark.parametrize("verb", ["run", "chat"])
+def test_sampling_flags_are_checked_before_anything_is_loaded(capsys, monkeypatch, verb, flags):
+    """A model that cannot be loaded is never asked for: the flag's line is the only one."""
+    monkeypatch.setattr(common, "load_model", lambda args: pytest.fail("loaded"))
+    piped(monkeypatch, b"Go\n")
+    assert main([verb, "demo", *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("coli: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "status", "says"),
+    [
+        ("demo", ("--devices", "none"), 0, "nothing to measure, since no card is in use"),
+        ("demo", ("--devices", "fake:8MiB", "--vram", "0"), 0, "nothing to measure, since no card is in use"),
+        ("demo", ("--devices", "fake:8MiB"), 0, "nothing to measure, since fake0 has no identity"),
+        ("nowhere", ("--devices", "fake:8MiB", "--place", "auto:time"), 2, "nowhere: no such folder"),
+    ],
+)
+def test_reprobe_that_measures_nothing_throws_nothing_away(
+    capsys, monkeypatch, tmp_path, model, flags, status, says
+):
+    """No card, one without an identity, no such model: what was measured before is still there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(logging.getLogger("coli"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("coli"), "propagate", True)
+    kept = tmp_path / "coli" / "probe" / "card-1.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text('{"of": {"kind": "card"}}')
+    assert main(["run", model, "Once", "--max-tokens", "1", "--reprobe", *flags]) == status
+    assert says in capsys.readouterr().err
+    assert kept.exists()
+
+
+def test_reprobe_that_measures_forgets_first(monkeypatch):
+    """A device that is measured anew: what was kept goes."""
+    forgotten = []
+    monkeypatch.setattr("coli.probing.forget", lambda: forgotten.append(1))
+    monkeypatch.setattr("coli.model.load", lambda model, **given: model)
+    args = SimpleNamespace(
+        model="demo", reprobe=True, place="auto:time", devices="fake:8MiB", vram=None, heat=None, threads=None,
+        context=None,
+    )  # fmt: skip
+    assert common.load_model(args).name == "demo"
+    assert forgotten == [1]
+
+
+def test_run_help_says_that_a_prompt_is_taken_as_it_is(capsys):
+    """The newline of echo is a part of the prompt; who wonders about another answer finds it in the help."""
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "the newline at the end of a file, or of what echo prints, is a part of the prompt" in " ".join(
+        capsys.readouterr().out.split()
+    )

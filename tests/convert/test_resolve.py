@@ -135,6 +135,43 @@ def test_hub_that_cannot_be_reached_is_one_line(monkeypatch):
         find_model("owner/x")
 
 
+@pytest.mark.parametrize("name", ["models/qwen36.coli", "models/x", "nowhere/m.Coli", "a/b.safetensors", "a/b.partial"])
+def test_name_that_looks_like_a_path_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
+    """Its first folder is here, or it ends as files and containers do: a mistyped path, said at once."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    hub(monkeypatch, lambda repository, allow_patterns: pytest.fail("asked"))
+    with pytest.raises(ModelError, match=f"^{name}: there is no such folder or file"):
+        find_model(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("GatedRepoError", "403 Client Error. (Request ID: x) Cannot access gated repo", "its owner lets in those who"),
+        ("RepositoryNotFoundError", "401 Client Error. (Request ID: x) Repository Not Found", "no model of that name"),
+        ("LocalEntryNotFoundError", "Got: ConnectError: An error happened", "it cannot be reached from here"),
+        ("Other", "Bad thing. Please check your internet connection and try again.", "Bad thing"),
+        ("Other", "", "Other"),
+        ("Other", "x" * 1000, "x" * 120),
+    ],
+)
+def test_hub_error_is_one_clause(monkeypatch, kind, text, expected):
+    """The hub's client writes paragraphs; what to do fits a line."""
+
+    error = type(kind, (Exception,), {})
+
+    def snapshot_download(repository, allow_patterns):
+        raise error(text)
+
+    hub(monkeypatch, snapshot_download)
+    with pytest.raises(ModelError) as caught:
+        find_model("owner/x")
+    line = str(caught.value)
+    assert line.startswith("owner/x: no such folder, and the Hugging Face hub gave no model: ")
+    assert expected in line and len(line) < 200
+
+
 def test_hub_id_without_the_client_says_how_to_get_it(monkeypatch):
     """The extra is optional."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -50,7 +50,10 @@ def text_of(all_plans: dict[str, Plan]) -> str:
 
 
 def test_place_lines_are_the_recorded_ones():
-    """The lines' keys are stable.  After a change that is meant, PYTHONPATH=tests python tests/placement/test_report.py records anew."""
+    """The lines' keys are stable.
+
+    After a change that is meant, PYTHONPATH=tests python tests/placement/test_report.py records anew.
+    """
     assert GOLDEN.read_text().splitlines() == text_of(plans()).splitlines()
 
 
