@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coli import settings
-from coli.devices.base import Device, DeviceError, LayerDevice, SlabSpec
+from coli.devices.base import Device, DeviceError, LayerDevice
 from coli.engine.bind import geometry
-from coli.engine.mixing import final_norm, layer_spec, matrix_spec, mixer_spec
+from coli.engine.mixing import final_norm, layer_spec, matrix_spec, mixer_spec, slab_spec
 from coli.engine.program import Program
 from coli.engine.span import PlacedSpan
 from coli.engine.worker import Cancelled
@@ -46,7 +46,7 @@ from coli.tier.residency import ON_CPU
 
 if TYPE_CHECKING:
     from coli.config import ModelConfig
-    from coli.container.reader import Container, Slabs
+    from coli.container.reader import Container
     from coli.engine.session import Engine
 
 _MATRICES = {
@@ -282,7 +282,7 @@ class _Placing:
         self._whole: dict[int, tuple[str, ...]] = {}  # by the device's place: kinds of layers it may take whole
         self._span_bytes: dict[int, int] = {}  # ... and what runs of them take beside; 0: it takes no runs
         slabs = container.slabs("layers.0.mlp.experts")
-        self.slab = _slab_spec(slabs)
+        self.slab = slab_spec(slabs)
 
     def facts(self) -> list[DeviceFacts]:
         """What the devices have free now, cut by COLI_VRAM; their speeds where time is to decide."""
@@ -511,14 +511,7 @@ class _Placing:
     def _handle(self, device: Device, component: str, layer: int) -> Any:
         if component == "shexp":
             slabs = self.container.slabs(f"layers.{layer}.mlp.shared_expert")
-            return device.upload_slab(slabs.name, _slab_spec(slabs), slabs.data[: slabs.stride_bytes])
+            return device.upload_slab(slabs.name, slab_spec(slabs), slabs.data[: slabs.stride_bytes])
         names = [name.format(layer) for name in _MATRICES[component]]
         handles = [device.upload(matrix_spec(self.container.matrix(name))) for name in names]
         return handles[0] if len(handles) == 1 else tuple(handles)
-
-
-def _slab_spec(s: Slabs) -> SlabSpec:
-    return SlabSpec(
-        s.format, s.hidden_size, s.intermediate_size, s.stride_bytes, s.gate_offset, s.up_offset, s.down_offset
-    )
-

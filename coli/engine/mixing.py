@@ -11,14 +11,22 @@ import numpy as np
 
 from coli._core import kernels
 from coli.container.layout import FORMATS
-from coli.devices.base import LayerSpec, MatrixSpec, MixerSpec
+from coli.devices.base import LayerSpec, MatrixSpec, MixerSpec, SlabSpec
 from coli.engine.bind import geometry
 
 if TYPE_CHECKING:
-    from coli.container.reader import Container, Matrix
+    from coli.container.reader import Container, Matrix, Slabs
 
 _ATTENTION_NORMS = ("q_norm", "k_norm")
 _ONE = np.float32(1.0)
+
+
+def slab_spec(slabs: Slabs) -> SlabSpec:
+    """The shape of a container's experts, or of a shared expert, as a device takes it."""
+    return SlabSpec(
+        slabs.format, slabs.hidden_size, slabs.intermediate_size, slabs.stride_bytes, slabs.gate_offset,
+        slabs.up_offset, slabs.down_offset,
+    )  # fmt: skip
 
 
 def matrix_spec(m: Matrix) -> MatrixSpec:

@@ -22,15 +22,24 @@ import numpy as np
 
 from coli._core import step
 from coli.container.layout import ALIGN_BYTES, round_up
-from coli.devices.base import Device, SlabSpec, SpanPart
-from coli.engine.mixing import final_norm, layer_spec, matrix_spec, mixer_spec
+from coli.devices.base import Device, SpanPart
+from coli.engine.mixing import final_norm, layer_spec, matrix_spec, mixer_spec, slab_spec
 from coli.engine.program import Program
 from coli.engine.rope import RopeTable
 from coli.engine.session import Engine
 from coli.engine.span import PlacedSpan
 from coli.placement import CpuSpeeds, ModelShape, SpanSpeed, Speed, Speeds
 from coli.probing.host import bytes_beyond_caches
-from coli.probing.samples import FULL_WIDTH, N_DELTANET, N_LAYERS, Samples, large_matrix, sample_bytes, samples_for
+from coli.probing.samples import (
+    FULL_WIDTH,
+    N_DELTANET,
+    N_LAYERS,
+    PROJECTIONS,
+    Samples,
+    large_matrix,
+    sample_bytes,
+    samples_for,
+)
 from coli.probing.timing import MOST_CALLS, ROUNDS, apart_us, fitted, in_turns, seconds_of, time_us
 from coli.tier.expert_tier import ExpertTier
 from coli.tier.heat import Heat
@@ -40,10 +49,6 @@ _SHARE = 2  # of the free memory a half is asked for
 _FEW = 2  # experts of the smaller group
 _STEPS_S = 0.015  # of a round of whole tokens
 _LONG = 512  # positions that attention looks back on in the second of two measurements, at full width
-_PROJECTIONS = {
-    "linear_attention": ("linear_attn.in_proj_qkvz", "linear_attn.out_proj"),
-    "full_attention": ("self_attn.qkv_proj", "self_attn.o_proj"),
-}
 
 
 def measure_card(device: Device, beside: Engine, cpu: CpuSpeeds) -> tuple[Speeds, float, float]:
@@ -87,16 +92,13 @@ class _Bench:
         self.samples = samples
         self._runner = beside.runner
         self.of_a_layer = [
-            samples.matrix(f"layers.0.{name}").data for name in _PROJECTIONS[samples.config.layer_types[0]]
+            samples.matrix(f"layers.0.{name}").data for name in PROJECTIONS[samples.config.layer_types[0]]
         ]
         self.config = samples.config
         self.top_k = samples.config.num_experts_per_tok
         self.draw = np.random.default_rng(1)
         slabs = samples.slabs("layers.0.mlp.experts")
-        self.slab = SlabSpec(
-            slabs.format, slabs.hidden_size, slabs.intermediate_size, slabs.stride_bytes, slabs.gate_offset,
-            slabs.up_offset, slabs.down_offset,
-        )  # fmt: skip
+        self.slab = slab_spec(slabs)
         n_slots, per_layer = N_LAYERS * self.config.num_experts, self.config.num_experts
         # Everything but the slots, each upload rounded up to its alignment.
         resident_bytes = sample_bytes(samples) - n_slots * slabs.stride_bytes + 8 * N_LAYERS * ALIGN_BYTES
@@ -118,7 +120,7 @@ class _Bench:
         self.large = device.upload(matrix_spec(large))
         self.tiny = device.upload(matrix_spec(samples.matrix("lm_head")))
         self.projections = [
-            [device.upload(matrix_spec(samples.matrix(f"layers.{layer}.{name}"))) for name in _PROJECTIONS[kind]]
+            [device.upload(matrix_spec(samples.matrix(f"layers.{layer}.{name}"))) for name in PROJECTIONS[kind]]
             for layer, kind in enumerate(self.config.layer_types)
         ]
         self.seconds = time.perf_counter() - start  # since the arena was open
@@ -265,11 +267,7 @@ class _Spans:
         self.mixers, self.layers = [], []
         for layer in range(N_LAYERS):
             shared = samples.slabs(f"layers.{layer}.mlp.shared_expert")
-            spec = SlabSpec(
-                shared.format, shared.hidden_size, shared.intermediate_size, shared.stride_bytes, shared.gate_offset,
-                shared.up_offset, shared.down_offset,
-            )  # fmt: skip
-            handle = device.upload_slab(shared.name, spec, shared.data[: shared.stride_bytes])
+            handle = device.upload_slab(shared.name, slab_spec(shared), shared.data[: shared.stride_bytes])
             self.mixers.append(device.mixer(mixer_spec(samples, layer), *bench.projections[layer]))
             self.layers.append(device.layer(layer, self.mixers[layer], handle, layer_spec(samples, layer)))
         self._seat(range(bench.config.num_experts))
@@ -279,7 +277,7 @@ class _Spans:
         rope.reach(self._positions)
         self.cos, self.sin = rope.cos, rope.sin
         self.fixed = {  # bytes of a layer but for its experts, which are slabs
-            kind: sum(samples.matrix(f"layers.{i}.{name}").data.nbytes for name in _PROJECTIONS[kind])
+            kind: sum(samples.matrix(f"layers.{i}.{name}").data.nbytes for name in PROJECTIONS[kind])
             for i, kind in ((0, "linear_attention"), (N_DELTANET, "full_attention"))
         }
         self.slab_us = figures.experts.transfer_us(bench.slab.slab_bytes)

@@ -28,7 +28,7 @@ from coli._core import step
 from coli.engine.session import Engine
 from coli.log import logger
 from coli.placement import CpuSpeeds, ModelShape, Speed
-from coli.probing.samples import N_DELTANET, N_LAYERS, NARROWEST, WIDTHS, Samples, widths
+from coli.probing.samples import N_DELTANET, N_LAYERS, NARROWEST, PROJECTIONS, WIDTHS, Samples, widths
 from coli.probing.timing import MOST_CALLS, ROUNDS, apart_us, fitted, in_turns, seconds_of, time_us
 from coli.threads.memory import available_bytes
 
@@ -238,9 +238,5 @@ def _last_caches_bytes(cpus: Collection[int]) -> int:
 
 def _projections(samples: Samples) -> list[Any]:
     """The bytes that the projections of all layers are."""
-    names = {
-        "linear_attention": ("linear_attn.in_proj_qkvz", "linear_attn.out_proj"),
-        "full_attention": ("self_attn.qkv_proj", "self_attn.o_proj"),
-    }
     kinds = enumerate(samples.config.layer_types)
-    return [samples.matrix(f"layers.{layer}.{name}").data for layer, kind in kinds for name in names[kind]]
+    return [samples.matrix(f"layers.{layer}.{name}").data for layer, kind in kinds for name in PROJECTIONS[kind]]

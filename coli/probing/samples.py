@@ -20,6 +20,10 @@ FULL_WIDTH = 2048  # hidden_size
 WIDTHS = (1, 2, 4, 8)  # divisors of the widths of the real model, whose own is the best ruler
 NARROWEST = WIDTHS[-1]
 _VOCAB = 256
+PROJECTIONS = {
+    "linear_attention": ("linear_attn.in_proj_qkvz", "linear_attn.out_proj"),
+    "full_attention": ("self_attn.qkv_proj", "self_attn.o_proj"),
+}
 
 
 def widths(divisor: int, n_experts: int, n_blocks: int = 1) -> dict[str, Any]:

@@ -13,9 +13,7 @@ from coli.devices.base import DeviceError
 from coli.devices.cuda.device import CudaDevice
 from coli.devices.cuda.probe import Card
 from coli.placement import CpuSpeeds, Probe, SpanSpeed, Speed, Speeds
-from coli.engine.session import Engine
 from coli.probing import cards, figures, forget, host, machine_figures, store
-from coli.probing.samples import NARROWEST, Samples
 
 CARD = Speeds(Speed(900, 9), Speed(500, 12), SpanSpeed(30, 45, 11, 16, 80))
 
