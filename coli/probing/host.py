@@ -35,7 +35,6 @@ from coli.threads.memory import available_bytes
 _N_EXPERTS = 16  # of a layer: 8 of them are chosen at random for each pass
 _FEW = 2  # experts of the smaller group
 _CACHES = 3  # times what the last caches hold are the projections of all samples, and the experts
-_OTHERS = 2  # times what they hold are bytes that leave little of what was read before
 _FEWEST_BYTES = 64 << 20  # where the machine does not say what its caches hold
 _MOST_BYTES = 4 << 30
 _SHARE = 8  # of the memory that is free, an eighth is asked for
@@ -67,7 +66,7 @@ def measure_cpu(beside: Engine, *, divisor: int = 1) -> tuple[CpuSpeeds, float]:
 
 def _token_us(engine: Engine) -> float:
     """What a token takes besides its layers, which are few bytes here.  It finds no cache as it has left it either."""
-    runner, others = engine.runner, np.ones(bytes_beyond_caches(engine.cpus), np.uint8)
+    runner, others = engine.runner, np.ones(bytes_beyond_caches(engine.cpus, 2), np.uint8)
     session = engine.session()
 
     def token_s() -> float:
@@ -224,9 +223,9 @@ def _samples_beyond_caches(engine: Engine, divisor: int) -> Samples:
     return Samples(width, _N_EXPERTS, n_blocks)
 
 
-def bytes_beyond_caches(cpus: Collection[int]) -> int:
-    """Bytes that leave little of what was read before them in the last caches of these CPUs."""
-    wanted = max(_OTHERS * _last_caches_bytes(cpus), _FEWEST_BYTES)
+def bytes_beyond_caches(cpus: Collection[int], times: int = 1) -> int:
+    """Bytes that leave less of what was read before them in the last caches of these CPUs, the more ``times`` those."""
+    wanted = max(times * _last_caches_bytes(cpus), _FEWEST_BYTES)
     return min(wanted, _MOST_BYTES, max(available_bytes() // _SHARE, 1 << 20))
 
 
