@@ -33,7 +33,7 @@ def replace_file(path: Path, data: bytes, temporary: Path | None = None, mode: i
         is overwritten the next time.  None: a name of this call alone.
     mode : of a new file, less the process's umask; one that is there keeps its own.   Raises OSError.
     """
-    temporary = path.with_name(f".coli-{secrets.token_hex(8)}.tmp") if temporary is None else temporary
+    temporary = path.parent / f".coli-{secrets.token_hex(8)}.tmp" if temporary is None else temporary
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             with contextlib.suppress(FileNotFoundError):

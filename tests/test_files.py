@@ -60,3 +60,12 @@ def test_file_is_the_old_one_where_the_disk_refuses(tmp_path, monkeypatch, call)
     with pytest.raises(OSError, match="space"):
         replace_file(path, b"new", tmp_path / "kept.json.tmp")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["kept.json"]
+
+
+@pytest.mark.parametrize("name", [".", "/", ""])
+def test_folder_is_no_file_to_replace(tmp_path, monkeypatch, name):
+    """An OSError, as of any name that cannot be written."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError):
+        replace_file(Path(name), b"new")
+    assert os.listdir(tmp_path) == []

@@ -130,7 +130,7 @@ class _Trial:
             forget()
         probe = figures_beside(self.devices, self.args.model, self.args.threads, anyway=True)
         if probe is None:
-            raise ColiError("--calibrate: a device could not be measured (see above); choose others by --devices")
+            raise ColiError("--calibrate: the CPU or a device could not be measured (see above)")
         self.probe = probe
 
     def rows(self) -> list[Row]:
@@ -240,6 +240,8 @@ class _Trial:
                 self.alone = machine_figures(
                     [], engine.team.n_threads, engine.cpus or None, settings.get("isa"), beside=engine
                 )
+            if self.alone is None:
+                raise ColiError("--calibrate: the CPU could not be measured (see above)")
             alone = plan(shape, [], probe=self.alone, context=model.context, position=position)
             return alone.predicted_ms_per_token / 1e3
         after = _Seen(model)

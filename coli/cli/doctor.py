@@ -345,7 +345,7 @@ def _model(report: Report, model: str, memory: Memory) -> Container | None:
         f"{folder}: {_size(size_bytes)}, trunk {formats.trunk_format}, experts {formats.expert_format}, "
         f"{token_bytes / 1e6:.1f} MB read per token",
         "every file has its size and every tensor its shape; "
-        f"coli inspect --verify {shlex.quote(model)} reads every byte",
+        f"coli inspect --verify {shlex.quote(str(folder))} reads every byte",
         f"chat template: {template.used or 'none'}" + ("" if facts["tokenizer"] else "; no tokenizer.json"),
     )
     if template.differ:

@@ -44,13 +44,19 @@ class Known(NamedTuple):
 
 
 def known_model(model: str) -> Known | None:
-    """Of a container, of a checkpoint, or of a config.json; None where that says no more than a plan needs."""
+    """Of a container, a checkpoint, a GGUF file or a config.json; None where that says no more than a plan needs."""
     from coli.config import ModelConfig, read_json_object
     from coli.container.reader import Container
+    from coli.convert.gguf_file import is_gguf
     from coli.convert.resolve import find_model, is_container
 
     path = Path(model).expanduser()
     try:
+        if is_gguf(path):
+            from coli.convert.gguf import GgufCheckpoint
+
+            with GgufCheckpoint(find_model(model)) as checkpoint:
+                return Known(checkpoint.config, None, "float16")
         if not path.is_file():
             path = find_model(model)
             if is_container(path):
@@ -59,7 +65,7 @@ def known_model(model: str) -> Known | None:
                     return Known(container.config, (manifest.trunk_format, manifest.expert_format), manifest.kv_dtype)
             path = path / "config.json"
         return Known(ModelConfig.from_dict(read_json_object(path), str(path)), None, "float16")
-    except ModelError:  # a GGUF file, or a config.json of sizes alone
+    except ModelError:  # a config.json of sizes alone
         return None
 
 

@@ -115,11 +115,13 @@ def _guarded(argv: list[str], noted: list[int]) -> int:
 
 
 def _is_interrupt(error: BaseException, noted: list[int]) -> bool:
-    """Whether an error is what an import made of Ctrl-C: one with that behind it, or, of C code, a bare ImportError."""
-    if noted and isinstance(error, ImportError):
+    """Whether an error is what an import made of Ctrl-C: of C code a bare ImportError, of a class body one made from it.
+
+    Not any error with Ctrl-C in its context: what goes wrong while one is handled has to be told.
+    """
+    if isinstance(error.__cause__, KeyboardInterrupt):
         return True
-    behind = error.__cause__ or error.__context__
-    return isinstance(error, KeyboardInterrupt) or (behind is not None and _is_interrupt(behind, []))
+    return bool(noted) and isinstance(error, (ImportError, SystemError))
 
 
 def _main(argv: list[str]) -> int:

@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="a container folder, a Hugging Face folder, a config.json, or demo"
+        "model", metavar="MODEL", help="a container folder, a Hugging Face folder, a GGUF file, a config.json, or demo"
     )
     parser.add_argument(
         "--device",

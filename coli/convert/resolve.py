@@ -122,9 +122,10 @@ def download(repository: str) -> Path:
 
 def _hub_reason(error: Exception) -> str:
     """Why the hub gave nothing, in one clause: ours, or the first that its client says."""
-    for kind in type(error).__mro__:
-        if kind.__name__ in _HUB_REASONS:
-            return _HUB_REASONS[kind.__name__]
+    for one in (error.__cause__, error):  # its own first: "not found here" has "and I may not ask" behind it
+        for kind in type(one).__mro__:
+            if kind.__name__ in _HUB_REASONS:
+                return _HUB_REASONS[kind.__name__]
     said = re.split(r"[.:;] (?=[A-Z])", " ".join(str(error).split()))[0]
     return said[:_LONGEST_REASON] or type(error).__name__
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from coli.text.tokenizer import Tokenizer
     from coli.text.tools import ToolCall
 
-_CALL_BEGIN = re.compile(rf"{OPEN}|(?:<[A-Za-z_][\w.-]*>\s*)?<function=")  # the openings that the parser withholds
+_FUNCTION = "<function="
+_BARE_CALL = re.compile(rf"(?:<[A-Za-z_][\w.-]*>\s*)?{_FUNCTION}")
+_TELLING = len("<tool")  # characters of an opening tag that are taken for one
 
 
 class ChatChoice:
@@ -99,9 +101,17 @@ def _without_cut_call(rest: list[Delta]) -> list[Delta]:
     Half a call can be of no use, and its markup is no text.  Calls that only lack their last tag are calls.
     """
     text = "".join(delta.text for delta in rest if delta.channel == "content").strip()
-    if not text or not (OPEN.startswith(text) or _CALL_BEGIN.match(text)):
-        return rest
-    return [delta for delta in rest if delta.channel != "content"]
+    return [delta for delta in rest if delta.channel != "content"] if _is_half_call(text) else rest
+
+
+def _is_half_call(text: str) -> bool:
+    """Whether text from an opening tag on, or a part of that tag, can only have been on its way to a call."""
+    if len(text) >= _TELLING and (OPEN.startswith(text) or _FUNCTION.startswith(text)):
+        return True
+    if text.startswith(OPEN):  # which may be spoken of, too
+        body = text[len(OPEN) :].lstrip()
+        return _FUNCTION.startswith(body) or body.startswith((_FUNCTION, "{"))
+    return _BARE_CALL.match(text) is not None
 
 
 def _merged(deltas: list[Delta]) -> list[dict[str, Any]]:

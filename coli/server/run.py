@@ -64,11 +64,16 @@ class Run:
         while not self._events:
             self._ready.clear()
             await self._ready.wait()
-        events = list(self._events)
-        self._events.clear()
-        for choice, event in events:
+        events = []
+        while self._events:
+            choice, event = self._events[0]
+            if event.error is not None and events:
+                break  # what came before it is told first
+            self._events.popleft()
             if event.error is not None:
+                self._events.clear()
                 raise event.error
+            events.append((choice, event))
             if event.finish_reason is not None:
                 self._open.discard(choice)
         return events
@@ -80,7 +85,9 @@ class Run:
         self._scheduler.drop(job, index)
 
     def end(self, error: Exception) -> None:
-        """Whoever waits for this gets an error now, and not only once the step under way is done."""
+        """Whoever waits for this gets an error now, and not only once the step under way is done; nobody, if all is."""
+        if not self._open:
+            return
         self._events.append((0, Event(error=error)))
         self._ready.set()
 

@@ -137,6 +137,21 @@ def test_interrupt_that_an_import_made_something_else_of_is_quiet(verb, capsys, 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_error_while_an_interrupt_is_handled_is_said(verb, capsys):
+    """Heat that cannot be written on the way out is news, Ctrl-C or not."""
+
+    def run(args):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        finally:
+            raise RuntimeError("heat lost")
+
+    verb(run)
+    assert cli.main(["bench"]) == 1
+    assert "RuntimeError: heat lost" in capsys.readouterr().err
+
+
 def test_import_that_fails_by_itself_is_said(verb, capsys):
     """Without an interrupt an ImportError is an error like any other."""
     verb(raising(ImportError("no such package")))

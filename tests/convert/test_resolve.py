@@ -190,3 +190,11 @@ def test_demo_is_a_name_of_its_own(tmp_path, monkeypatch):
     packaged.mkdir(parents=True)
     (packaged / "coli.json").write_text("{}")
     assert find_model("demo") == packaged and find_model("./demo") == Path("demo")
+
+
+def test_hub_that_may_not_be_asked_is_said_to_be_that(monkeypatch):
+    """The client's own error speaks of a file that is not there; what is behind it is HF_HUB_OFFLINE."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE keeps it from being asked"):
+        resolve.download("nobody/nothing")

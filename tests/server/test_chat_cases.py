@@ -346,18 +346,31 @@ def test_call_that_the_limit_cuts_off_is_left_out(client_of, choice):
         whole, streamed = both(client, body)
         for message, reason in (whole, streamed):
             assert reason == "length"
-            assert "<" not in (message["content"] or "")
+            markup = (message["content"] or "").partition("<")[2]
+            assert "tool".startswith(markup) and len(markup) < 4, "no more of a tag than text has too"
             assert [json.loads(c["function"]["arguments"]) for c in message["tool_calls"]] in ([], [{"city": "Oslo"}])
         assert whole[0]["content"] == streamed[0]["content"]
         assert len(whole[0]["tool_calls"]) == len(streamed[0]["tool_calls"]) >= (limit >= ids)
 
 
-def test_text_that_the_limit_cuts_off_stays_text(client_of):
-    """A tag that is no call's is kept where the answer is cut inside it."""
-    client = client_of(answering("a\n<div"))
-    body = chat_body("x", tools=stream_case("tool_basic.json")["tools"], max_tokens=6, **NO_THINKING)
+@pytest.mark.parametrize(
+    "text, kept",
+    [
+        ("a\n<div", "a\n<div"),
+        ("if a <", "if a <"),
+        ("<tool_call> is the tag of calls", "<tool_call> is the tag of calls"),
+        ("hi\n<func", "hi"),
+        ("hi\n<tool_call>\n<fun", "hi"),
+        ("hi\n<tool_call>", "hi"),
+    ],
+)
+def test_text_that_the_limit_cuts_off_stays_text(client_of, text, kept):
+    """A tag that is no call's, or is spoken of, is kept where the answer is cut inside it or behind it."""
+    client = client_of(answering(text))
+    ids = len(client.post("/tokenize", {"content": text}).json["tokens"])
+    body = chat_body("x", tools=stream_case("tool_basic.json")["tools"], max_tokens=ids, **NO_THINKING)
     for message, reason in both(client, body):
-        assert (message["content"], reason) == ("a\n<div", "length")
+        assert (message["content"], reason) == (kept, "length")
 
 
 def test_tool_choice_none_offers_no_tools(client_of):

@@ -84,7 +84,7 @@ def probe_cuda() -> list[Card] | Reason:
         return found.reason
     log = logger("cuda")
     if found.nvml_reason is not None:
-        log.info("%s: cards are numbered as CUDA numbers them", found.nvml_reason)
+        log.info("%s: what it does not list is numbered as CUDA numbers it", found.nvml_reason)
     for card in found.cards:
         if card.reason is not None and card.cuda_ordinal is not None:  # what the user has hidden is no news to him
             log.info("%s (%s) is left out: %s", card.name, card.pci_bus_id, card.reason)
@@ -133,14 +133,20 @@ def _too_old(card: Card) -> Reason | None:
 
 
 def _ask_nvml() -> tuple[list[Card], Reason | None]:
-    """The cards as NVML knows them, without CUDA's numbers; or none and why it cannot be asked."""
+    """The cards as NVML knows them, without CUDA's numbers; and why one is missing, or why it cannot be asked."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         try:
             driver = _text(pynvml.nvmlSystemGetDriverVersion())
-            return [_nvml_card(pynvml, index, driver) for index in range(pynvml.nvmlDeviceGetCount())], None
+            cards, reason = [], None
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                try:
+                    cards.append(_nvml_card(pynvml, index, driver))
+                except Exception as error:  # one card that is lost is no reason to number the others anew
+                    reason = Reason(f"NVML does not describe card {index} ({error})")
+            return cards, reason
         finally:
             pynvml.nvmlShutdown()
     except ImportError:

@@ -222,7 +222,26 @@ def test_survey_survives_any_error_of_nvml(monkeypatch, call):
     assert [(card.index, card.free_bytes, card.driver, card.reason) for card in found.cards] == [
         (0, None, "CUDA 13.0", None)
     ]
-    assert found.nvml_reason == "NVML does not answer (GPU is lost)"
+    whose = "describe card 0" if call == "nvmlDeviceGetMemoryInfo" else "answer"
+    assert found.nvml_reason == f"NVML does not {whose} (GPU is lost)"
+
+
+def test_survey_of_a_card_that_nvml_cannot_describe_keeps_the_numbers_of_the_others(monkeypatch):
+    """One GPU that is lost: --devices 1 means the same card as before."""
+    lost, good = SWAPPED["runtime_order"]
+    nvml = FakeNvml([lost, good])
+    uuid_of = nvml.nvmlDeviceGetUUID
+
+    def describe(card):
+        if card is lost:
+            raise nvml.NVMLError("GPU is lost")
+        return uuid_of(card)
+
+    nvml.nvmlDeviceGetUUID = describe
+    install(monkeypatch, FakeDriver([good]), nvml)
+    found = probe.survey()
+    assert [(card.index, card.name, card.free_bytes is not None) for card in found.cards] == [(1, good["name"], True)]
+    assert "card 0" in found.nvml_reason
 
 
 def test_list_devices_off_says_one_line(monkeypatch, caplog):
