@@ -115,7 +115,7 @@ def _guarded(argv: list[str], noted: list[int]) -> int:
 
 
 def _is_interrupt(error: BaseException, noted: list[int]) -> bool:
-    """Whether an error is what an import made of Ctrl-C: of C code a bare ImportError, of a class body one made from it.
+    """Whether an error is what an import made of Ctrl-C: of C code a bare ImportError, of a class body one from it.
 
     Not any error with Ctrl-C in its context: what goes wrong while one is handled has to be told.
     """
