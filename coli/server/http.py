@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coli.log import logger
 from coli.server.sse import GRACE_S
 
 HEADERS_TIMEOUT_S = 20.0
+_COMPLAIN_S = 10.0
+_BACKLOG = 256  # connections that the system holds for us; asyncio tries as often a second where no file is left
 KEEP_ALIVE_S = 75  # longer than the pools of usual clients keep a connection, so that it is they who close
 
 
@@ -82,6 +88,11 @@ class _Server(uvicorn.Server):
             signal.raise_signal(sig)
         super().handle_exit(sig, frame)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        _allow_files()
+        asyncio.get_running_loop().set_exception_handler(_Complaints())
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stop()
         cut = asyncio.get_running_loop().call_later(GRACE_S, self._cut)
@@ -94,6 +105,30 @@ class _Server(uvicorn.Server):
         """Break off what is still open: clients that take no answer, or have not sent their whole request."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def _allow_files() -> None:
+    """As many open files, each connection being one, as this process may allow itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower one that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Complaints:
+    """The event loop's: connections that find no file left are one line in a while, and not thousands of tracebacks."""
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._next_at:
+            self._next_at = loop.time() + _COMPLAIN_S
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            logger("serve").warning("connections wait: %d files are open, which is all that ulimit -n allows", limit)
 
 
 def make_server(app: Starlette) -> uvicorn.Server:
@@ -113,5 +148,6 @@ def make_server(app: Starlette) -> uvicorn.Server:
         date_header=True,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
+        backlog=_BACKLOG,
     )
     return _Server(config, app.state.service.stop)

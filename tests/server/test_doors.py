@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 from server.serving import answering, chat_body, until
@@ -124,3 +126,24 @@ def test_client_that_does_not_read_is_given_up(serve, monkeypatch):
         until(lambda: client.stats()["running"] == 1)
         until(lambda: client.stats()["cancelled"] == 1, 20)
     assert client.post(CHAT, chat_body("x", max_tokens=1)).status == 200
+
+
+def test_connections_beyond_the_open_files_are_one_line(caplog):
+    """Not a traceback for each try; anything else the event loop complains of goes its usual way."""
+    complaints, usual = http._Complaints(), []
+    loop = SimpleNamespace(time=lambda: 100.0 + len(usual), default_exception_handler=usual.append)
+    with caplog.at_level("WARNING"):
+        for number in (errno.EMFILE, errno.ENFILE, errno.EMFILE):
+            complaints(loop, {"message": "socket.accept() out of system resource", "exception": OSError(number, "full")})
+    assert 1 == sum("ulimit -n" in record.message for record in caplog.records) and not usual
+    complaints(loop, {"message": "a task failed", "exception": ValueError("x")})
+    assert ["a task failed"] == [context["message"] for context in usual]
+
+
+def test_server_may_open_as_many_files_as_the_system_lets_it(monkeypatch):
+    """The soft limit, 1,024 as a rule, is raised to the hard one."""
+    asked = []
+    monkeypatch.setattr(http.resource, "getrlimit", lambda what: (1024, 4096))
+    monkeypatch.setattr(http.resource, "setrlimit", lambda what, limits: asked.append((what, limits)))
+    http._allow_files()
+    assert [(http.resource.RLIMIT_NOFILE, (4096, 4096))] == asked
