@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +106,13 @@ class CostModel:
         self._kv_bytes = shape.kv_bytes_per_position * (context / 2 if position is None else position)
         kinds = [item.name for item in shape.components]
         self._with_state, self._with_kv = max(kinds.count("dnproj"), 1), max(kinds.count("attnproj"), 1)
+
+    def of_device(self, device: int) -> CostModel:
+        """The same model on a machine that has this device alone, there device 0."""
+        made = copy(self)
+        made.speeds = Probe(self.speeds.cpu, (self.speeds.devices[device],))
+        made.slot_us, made._cut_us = [self.slot_us[device]], [self._cut_us[device]]
+        return made
 
     @property
     def has_spans(self) -> bool:

@@ -16,7 +16,7 @@ from itertools import permutations
 from coli.placement.bytesauto import bytes_auto
 from coli.placement.cost import CostModel
 from coli.placement.decision import NO_DEVICE, NO_GAIN, NO_ROOM, PLACED, SLOWER, Decision
-from coli.placement.homes import BY_ROOM, WITH_LAYER
+from coli.placement.homes import BY_ROOM, ON_CPU, WITH_LAYER
 from coli.placement.timecandidate import Ground, TimedCandidate, key_of
 from coli.placement.timelayer import AverageLayer
 from coli.placement.timepolish import polished
@@ -25,28 +25,28 @@ from coli.placement.timesearch import Search, State
 # How many of the searches, the best by their first pass, are finished and priced; how many candidates are polished.
 _SEARCHES = 6
 _POLISHED = 4
+_TRUNK, _POLISH = "trunk on ", ", polished"  # in labels
 
 
 def time_auto(model: CostModel, rooms: Sequence[int]) -> list[TimedCandidate]:
     """The candidates, the fastest first; of equals the simpler, which is found earlier."""
-    made = _candidates(Ground(model, rooms, tuple(range(len(rooms)))), AverageLayer(model))
-    return sorted(made, key=lambda one: one.ms)
+    return sorted(_candidates(model, rooms), key=lambda one: one.ms)
 
 
-def _candidates(ground: Ground, layer: AverageLayer) -> list[TimedCandidate]:
-    """All of a ground; those of each of its devices by itself are among them."""
-    devices = ground.devices
+def _candidates(model: CostModel, rooms: Sequence[int]) -> list[TimedCandidate]:
+    """All candidates; those of a machine with any one of the devices are among them, found as they are found there."""
+    devices = tuple(range(len(rooms)))
+    ground, layer = Ground(model, rooms, devices), AverageLayer(model)
     made = [ground.priced("nothing on a device", {}, (), BY_ROOM)]
     if not devices:
         return made
     if len(devices) > 1:
         for device in devices:
-            made += _candidates(Ground(ground.model, ground.rooms, (device,)), layer)[1:]
-    name = "" if len(devices) == len(ground.rooms) else f"device {devices[0]}: "
-    made.append(ground.priced(f"{name}off", {}, devices, BY_ROOM))
-    by_bytes = bytes_auto(ground.model.shape, [ground.rooms[i] for i in devices], ground.model.ranked)[0]
-    device_of = {(d.component, d.layer): devices[d.device] for d in by_bytes.decisions if d.device is not None}
-    made.append(ground.priced(f"{name}bytes", device_of, devices, BY_ROOM))
+            made += [_of_device(one, device) for one in _candidates(model.of_device(device), [rooms[device]])[1:]]
+    made.append(ground.priced("off", {}, devices, BY_ROOM))
+    by_bytes = bytes_auto(model.shape, rooms, model.ranked)[0]
+    device_of = {(d.component, d.layer): d.device for d in by_bytes.decisions if d.device is not None}
+    made.append(ground.priced("bytes", device_of, devices, BY_ROOM))
     made += _searched(ground, layer)
     # From different expert cards, or all would end in one place.
     starts: dict[tuple, TimedCandidate] = {}
@@ -57,6 +57,23 @@ def _candidates(ground: Ground, layer: AverageLayer) -> list[TimedCandidate]:
         if end is not start:
             made.append(end)
     return made
+
+
+def _of_device(alone: TimedCandidate, device: int) -> TimedCandidate:
+    """A candidate of a machine with one device, on a machine that has more.  Those are idle, and it takes as long."""
+    experts = tuple(device for _ in alone.experts)
+    if alone.label.startswith(_TRUNK):
+        trunk = (device,) if alone.device_of else ()
+        label = _label(trunk, experts, alone.dealing) + _POLISH * alone.label.endswith(_POLISH)
+    else:
+        label = f"device {device}: {alone.label}"
+    return replace(
+        alone,
+        label=label,
+        device_of=dict.fromkeys(alone.device_of, device),
+        experts=experts,
+        owners=[ON_CPU if owner == ON_CPU else device for owner in alone.owners],
+    )
 
 
 def _searched(ground: Ground, layer: AverageLayer) -> Iterator[TimedCandidate]:
@@ -96,7 +113,7 @@ def _searched(ground: Ground, layer: AverageLayer) -> Iterator[TimedCandidate]:
 
 
 def _label(trunk: tuple[int, ...], experts: tuple[int, ...], dealing: str) -> str:
-    return f"trunk on {_names(trunk)}, experts on {_names(experts)}" + ("" if dealing == BY_ROOM else f" {dealing}")
+    return f"{_TRUNK}{_names(trunk)}, experts on {_names(experts)}" + ("" if dealing == BY_ROOM else f" {dealing}")
 
 
 def _names(devices: tuple[int, ...]) -> str:

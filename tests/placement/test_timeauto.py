@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 
 from coli.errors import PlacementError
-from coli.placement import CpuFacts, CpuSpeeds, DeviceFacts, ModelShape, Plan, Probe, Speed, Speeds, plan
+from coli.placement import (
+    CpuFacts,
+    CpuSpeeds,
+    DeviceFacts,
+    ModelShape,
+    Plan,
+    Probe,
+    Speed,
+    Speeds,
+    default_reserve_bytes,
+    plan,
+)
 from coli.placement.cost import CostModel
 from coli.placement.homes import ON_CPU
 from coli.placement.price import rank_experts
@@ -215,6 +226,23 @@ def test_time_auto_is_never_slower_than_its_rivals_in_its_own_model(made_by, see
     auto = plan(case[0], case[1], cpu=case[2], heat=case[3], context=0)
     for name, rival in rivals(*case).items():
         assert auto.predicted_ms_per_token <= rival.predicted_ms_per_token * (1 + 1e-12), name
+
+
+def test_card_beside_another_kind_of_card_is_searched_as_if_it_were_alone():
+    """One takes whole layers and one does not, which moves other units.  A random search has found this case."""
+    model = ModelShape.from_config({
+        "model_type": "qwen3_5_moe_text", "vocab_size": 32000, "hidden_size": 256, "num_hidden_layers": 4,
+        "full_attention_interval": 20, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    })  # fmt: skip
+    devices = [
+        DeviceFacts("a", 3443104, reserve_bytes=default_reserve_bytes(3443104), gb_s=160, latency_us=5),
+        DeviceFacts("b", 2198185, reserve_bytes=default_reserve_bytes(2198185), gb_s=30, latency_us=10, layer_us=40),
+    ]
+    auto = plan(model, devices, cpu=CpuFacts(20), context=64)
+    alone = plan(model, devices[:1], cpu=CpuFacts(20), context=64)
+    assert auto.predicted_ms_per_token <= alone.predicted_ms_per_token * (1 + 1e-12)
 
 
 def worst_with_more_memory(seeds: range, made_by: Callable[[int], Instance]) -> float:
