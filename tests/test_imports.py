@@ -39,8 +39,8 @@ LEVEL = {
 ONLY = {"_core": set(), "errors": set(), "placement": {"errors"}}
 # What placement may use of the standard library: values in, values out; no file, no process, no clock.
 PURE = {
-    "__future__", "abc", "bisect", "collections", "copy", "dataclasses", "difflib", "enum", "fractions", "functools", "heapq",
-    "itertools", "json", "math", "operator", "re", "statistics", "string", "textwrap", "types", "typing",
+    "__future__", "abc", "bisect", "collections", "copy", "dataclasses", "difflib", "enum", "fractions", "functools",
+    "heapq", "itertools", "json", "math", "operator", "re", "statistics", "string", "textwrap", "types", "typing",
 }  # fmt: skip
 HEAVY = (
     "numpy", "torch", "cuda", "pynvml", "tokenizers", "jinja2", "safetensors", "psutil", "tqdm", "starlette", "uvicorn",
